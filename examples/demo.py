@@ -30,7 +30,6 @@ import platform
 import re
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,10 +41,8 @@ import torch
 from torch import Tensor, nn
 
 from fusedce import LossAccumulator, LossSum, count_valid, fused_ce, shift_labels
-from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
 
 SEQUENCES, QUICK_SEQUENCES = 32, 16  # per optimizer step
-REPEATS, QUICK_REPEATS = 5, 2
 LEARNING_RATE = 1e-3
 MAX_TOKENS = 512
 VOCABULARY = 4096
@@ -77,7 +74,7 @@ Runs = dict[str, list[StepLoss]]  # of FULL, NAIVE, WINDOW
 def run(*, steps: int, out: Path, seed: int, device: torch.device, quick: bool = False) -> int:
     """Train, compare, write ``out/demo.png`` and ``out/demo.json``; return the exit status.
 
-    ``quick`` takes half the sequences for a step, and fewer repeats of the loss alone.
+    ``quick`` takes half the sequences for a step.
     """
     begin = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)  # an error comes before the training
@@ -100,12 +97,8 @@ def run(*, steps: int, out: Path, seed: int, device: torch.device, quick: bool =
   {WINDOW:18} the same micro-batches, one denominator: should equal A
 """
     )
-    seconds = estimate(model, batches, time.perf_counter() - begin)
-    print(f"about {seconds:.0f} s in all, from one step timed here\n", flush=True)
     with exactly_repeatable():
         runs = train_all(model, batches)
-    print("\nmeasuring the loss alone, forward and backward ...\n", flush=True)
-    cost = measure_cost(*inputs_of_loss(model, batches[0]), QUICK_REPEATS if quick else REPEATS)
     wrong = problem(runs)
     settings = {
         "steps": steps, "seed": seed, "device": str(device), "sequences_per_step": size,
@@ -114,10 +107,10 @@ def run(*, steps: int, out: Path, seed: int, device: torch.device, quick: bool =
     }  # fmt: skip
     picture, data = out / "demo.png", out / "demo.json"
     draw(runs, picture)
-    data.write_text(json.dumps(as_data(runs, cost, settings, wrong), indent=1) + "\n")
-    print(f"{loss_table(runs)}\n\n{cost_table(cost)}\n\nPicture  {picture}\nData     {data}")
+    data.write_text(json.dumps(as_data(runs, settings, wrong), indent=1) + "\n")
+    print(f"\n{loss_table(runs)}\n\nPicture  {picture}\nData     {data}")
     print(f"Took     {time.perf_counter() - begin:.0f} s\n")
-    print(f"FAILED: {wrong}" if wrong else f"OK: {verdict(runs, cost)}")
+    print(f"FAILED: {wrong}" if wrong else f"OK: {verdict(runs)}")
     return 1 if wrong else 0
 
 
@@ -196,14 +189,6 @@ def hidden_states(model: Any, input_ids: Tensor) -> Tensor:
     return model.model(input_ids=input_ids).last_hidden_state
 
 
-def inputs_of_loss(model: Any, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """``hidden (N, H)``, ``weight (V, H)`` and shifted ``labels (N,)`` of one padded batch."""
-    with torch.no_grad():
-        hidden = hidden_states(model, pad(batch, 0))
-    weight = model.lm_head.weight.detach().clone()
-    return hidden.flatten(0, 1), weight, shift_labels(pad(batch, -100)).flatten()
-
-
 # ---- the three ways to train ----------------------------------------------------------------
 
 
@@ -275,18 +260,6 @@ def train(
         yield StepLoss(logged, loss_sum / sum(int(out.n_valid) for out in outs))
 
 
-def estimate(model: nn.Module, batches: list[Batch], start: float) -> float:
-    """Estimated seconds of the whole demo, from one step of B; ``start`` seconds are spent already.
-
-    Each process that measures memory imports torch, which takes about ``start`` seconds.
-    """
-    begin = time.perf_counter()
-    mean_of_means(model, split(batches[0], 1))
-    step = time.perf_counter() - begin
-    model.zero_grad()
-    return start + step * (3 * len(batches) + len(LOSSES)) + len(LOSSES) * (1 + start)
-
-
 @contextmanager
 def exactly_repeatable() -> Iterator[None]:
     """Use deterministic algorithms and full float32 products inside the block."""
@@ -300,84 +273,6 @@ def exactly_repeatable() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(deterministic)
         torch.set_float32_matmul_precision(precision)
-
-
-# ---- the loss alone --------------------------------------------------------------------------
-
-
-class Cost(NamedTuple):
-    """The loss alone, forward and backward, at one shape."""
-
-    seconds: dict[str, list[float]]  # of each repeat, sorted
-    extra_bytes: dict[str, int]
-    memory_method: str
-    shape: dict[str, int]
-    n_valid: int
-
-
-def measure_cost(hidden: Tensor, weight: Tensor, labels: Tensor, repeats: int) -> Cost:
-    """Time and memory of the loss of one real batch, fused and eager, forward and backward.
-
-    Args:
-        hidden, weight, labels: ``(N, H)``, ``(V, H)`` and ``(N,)``, shifted.
-        repeats: timed calls of each loss.
-    """
-    inputs, device = (hidden, weight, labels), str(hidden.device)
-    calls = {name: partial(forward_backward, loss, inputs) for name, loss in LOSSES.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "inputs.pt")
-        torch.save(tuple(x.cpu() for x in inputs), path)
-        extra = {
-            name: peak_extra_bytes(
-                "demo:prepare_loss",
-                {"name": name, "path": path, "device": device},
-                device=device,
-            )
-            for name in LOSSES
-        }
-    (N, H), V = hidden.shape, len(weight)
-    return Cost(
-        seconds=median_seconds(calls, repeats),
-        extra_bytes=extra,
-        memory_method=memory_method(device),
-        shape={"N": N, "H": H, "V": V},
-        n_valid=int((labels != -100).sum()),
-    )
-
-
-def prepare_loss(name: str, path: str, device: str) -> Callable[[], object]:
-    """Load the inputs, warm up and return the call to measure; a fresh process runs this."""
-    hidden, weight, labels = (x.to(device) for x in torch.load(path, weights_only=True))
-    forward_backward(LOSSES[name], (hidden[:64], weight, labels[:64]))
-    return partial(forward_backward, LOSSES[name], (hidden, weight, labels))
-
-
-def ours(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """The mean loss without logits."""
-    return fused_ce(hidden, weight, labels).mean()
-
-
-def eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """The mean loss by plain torch, as models of transformers compute it."""
-    return nn.functional.cross_entropy(nn.functional.linear(hidden, weight).float(), labels)
-
-
-def unpadded(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Mean loss by plain torch on the valid rows, so that padding costs nothing."""
-    valid = labels != -100
-    return eager(hidden[valid], weight, labels[valid])
-
-
-def forward_backward(
-    loss_of: Callable[..., Tensor], inputs: tuple[Tensor, Tensor, Tensor]
-) -> list[Tensor]:
-    """The loss, and its gradients of hidden state and weight."""
-    wanted = [x.requires_grad_() for x in inputs[:2]]
-    loss = loss_of(*inputs)
-    return [loss, *torch.autograd.grad(loss, wanted)]
-
-
-LOSSES = {"fused_ce": ours, "eager": eager, "eager, padding removed": unpadded}
 
 
 # ---- what came out ---------------------------------------------------------------------------
@@ -400,7 +295,7 @@ def problem(runs: Runs) -> str | None:
 
     The comparisons are written so that a NaN is a problem too.
     """
-    for kind in ("logged", "true"):
+    for kind in KINDS:
         far = gap(runs, WINDOW, kind)
         if not far <= TOLERANCE:
             return (
@@ -417,22 +312,13 @@ def problem(runs: Runs) -> str | None:
     return None
 
 
-def verdict(runs: Runs, cost: Cost) -> str:
-    window = max(gap(runs, WINDOW, kind) for kind in ("logged", "true"))
+def verdict(runs: Runs) -> str:
+    window = max(gap(runs, WINDOW, kind) for kind in KINDS)
     return (
         f"with LossAccumulator the run stays within {window:.1e} nats of the full batch, "
         f"while the naive mean logs up to {gap(runs, NAIVE, 'logged'):.2f} and trains up to "
-        f"{gap(runs, NAIVE, 'true'):.2f} nats away from it; the loss takes "
-        f"{ratios(cost, 'eager')} of eager ({ratios(cost, 'eager, padding removed')} where "
-        f"padding is removed first)."
+        f"{gap(runs, NAIVE, 'true'):.2f} nats away from it."
     )
-
-
-def ratios(cost: Cost, other: str) -> str:
-    seconds, extra = cost.seconds, cost.extra_bytes
-    time_ratio = statistics.median(seconds["fused_ce"]) / statistics.median(seconds[other])
-    memory_ratio = extra["fused_ce"] / max(extra[other], 1)
-    return f"{time_ratio:.2f}x the time and {memory_ratio:.2f}x the memory"
 
 
 def loss_table(runs: Runs) -> str:
@@ -451,20 +337,7 @@ def loss_table(runs: Runs) -> str:
     return "\n".join([*lines, f"{'max gap':>8}{'':>11}" + "{:>12}{:>11}{:>12}{:>11}".format(*gaps)])
 
 
-def cost_table(cost: Cost) -> str:
-    """Time and memory of the loss alone."""
-    shape = ", ".join(f"{key}={value}" for key, value in cost.shape.items())
-    lines = [f"The loss alone, forward + backward: {shape}, {cost.n_valid} valid tokens"]
-    for name, seconds in cost.seconds.items():
-        low, mid, high = (1e3 * x for x in (seconds[0], statistics.median(seconds), seconds[-1]))
-        extra = f"{cost.extra_bytes[name] / 2**20:.0f} MiB extra"
-        lines.append(f"  {name:24}{mid:5.0f} ms ({low:.0f} to {high:.0f}){extra:>18}")
-    repeats = len(cost.seconds["fused_ce"])
-    lines.append(f"Time: median (fastest to slowest) of {repeats} interleaved calls.")
-    return "\n".join([*lines, f"Memory: {cost.memory_method}."])
-
-
-def as_data(runs: Runs, cost: Cost, settings: dict[str, Any], wrong: str | None) -> dict[str, Any]:
+def as_data(runs: Runs, settings: dict[str, Any], wrong: str | None) -> dict[str, Any]:
     return {
         "settings": settings,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
@@ -476,7 +349,6 @@ def as_data(runs: Runs, cost: Cost, settings: dict[str, Any], wrong: str | None)
         "largest_gap_to_full_batch": {
             name: {kind: gap(runs, name, kind) for kind in KINDS} for name in (NAIVE, WINDOW)
         },
-        "cost": cost._asdict(),
         "problem": wrong,
     }
 

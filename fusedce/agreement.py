@@ -23,10 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 TEXT = 84  # int64 of a row that hold its text, 8 bytes each
-GUARDS: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Guards of accumulators. While there is one, a sharded loss compares the ranks' hidden states."""
-SHARE_TOKENS: set[tuple[int, ...]] = set()
-"""Ranks that are known to hold the same tokens: those of a sharded vocabulary."""
 _KEPT_KINDS = ("RuntimeError", "TypeError", "ValueError")
 # torch 2.13 gave this one a new name
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"

@@ -16,28 +16,21 @@ section 3). A rank holds the logits of a chunk of tokens for its own rows, never
 The four names of this module are the functions themselves, but a plain ``weight`` without
 ``process_group`` is a shard of the default group's vocabulary.
 
-Collectives on the vocabulary's ranks, "a token" being one that counts:
+Collectives on the vocabulary's ranks:
 
 * always one all-gather of under 1 KiB, for which a GPU's host waits: do all ranks hold the same
   tokens and options, how many rows has each, and has one found an error; for a weight that is
   replicated over other dimensions of its mesh, before it one on each of those, over which labels
-  must be equal and hidden states within 1% of their norm;
+  must be equal;
 * with sharded tokens, one all-gather each of hidden states, labels and weights of tokens;
-* statistics and losses of tokens, and with them all sums but those of the next lines: one
-  all-gather of 2 float64 a token, 1 more each for entropy and the mean logit (label smoothing), 2
-  more for argmax; with ``labels (..., K)`` before it one all-reduce of K numbers a token. In
-  backward, where ``hidden`` requires grad, one all-reduce of ``(N, H)`` in float32; with sharded
-  tokens before it those of the tokens again, and one all-gather of the statistics and their
-  gradients;
-* sums by Triton in training, without label smoothing, entropy or z-loss monitored, or a budget that
-  asks for tiles: one all-reduce of a float32 a token, the labels' logits, and per chunk one
-  all-gather of a float64 (3 with ``argmax_out``), the log-sum-exp of its classes but the label;
+* one all-gather of 2 float64 a token, 1 more each for entropy and the mean logit (label smoothing),
+  2 more for argmax; with ``labels (..., K)`` before it one all-reduce of K numbers a token;
 * a divergence, per chunk: one all-gather of a float64 a token for each head, 2 more with
   ``ce_weight``, and an all-reduce of 1, or 3 of "reverse" and "jsd"; class probabilities gather 3
   and then 2, and all-reduce 1;
-* with these two, per chunk, where ``hidden`` requires grad, one all-reduce of its rows ``(C, H)``
-  in float32, which runs while the next chunk is computed; none in backward;
-* with sharded tokens a reduce-scatter of ``(N, H)`` in place of every all-reduce of rows;
+* where ``hidden`` requires grad, one all-reduce of ``(N, H)`` in float32: in backward, of the sum
+  of a divergence in forward. With sharded tokens, N counts all ranks' tokens, and what is returned
+  token by token has before it one all-gather of upstream gradients;
 * :func:`fusedce.fused_topk`: one all-gather of ``2 k + 1`` float64 a token, and with a gradient
   wanted what statistics of tokens take with ``labels (..., K)``.
 

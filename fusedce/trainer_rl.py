@@ -9,10 +9,10 @@ states and heads. The trainer, its masks and its logs stay as they are.
 from __future__ import annotations
 
 import functools
-import importlib
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -162,10 +162,7 @@ class FusedDistillationMixin:
         def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        try:
-            module: Any = importlib.import_module(_DISTILLATION)
-        except ModuleNotFoundError:
-            module = None
+        module: Any = sys.modules.get(_DISTILLATION)  # of the trainer behind the mixin
         if not hasattr(module, _DIVERGENCE):
             raise RuntimeError(
                 f"FusedDistillationMixin needs a TRL with {_DISTILLATION}.{_DIVERGENCE} (known: "
@@ -202,44 +199,44 @@ def _divergence_loss(
     teacher_weight, teacher_bias = (
         _whole(x, teacher.dtype) for x in (teacher_lm_head_weight, teacher_lm_head_bias)
     )
-    assert weight is not None
-    assert teacher_weight is not None
-    of_student: dict[str, Any] = {
+    options: dict[str, Any] = {
         "bias": bias,
         "ignore_index": -1,
         "softcap": student_final_logit_softcapping,
         "logit_scale": float(student_logit_scale),
         "temperature": float(temperature),
     }
-    of_teacher: dict[str, Any] = {
-        "teacher_bias": teacher_bias,
-        "teacher_softcap": teacher_final_logit_softcapping,
-        "teacher_logit_scale": float(teacher_logit_scale),
-    }
-    of_both: dict[str, Any] = {"divergence": "jsd", "beta": float(beta)}
     loss_sum, n_valid = fused_kl(
-        hidden, weight, teacher, teacher_weight, labels, **of_both, **of_student, **of_teacher
+        hidden,
+        weight,
+        teacher,
+        teacher_weight,
+        labels,
+        divergence="jsd",
+        beta=float(beta),
+        teacher_bias=teacher_bias,
+        teacher_softcap=teacher_final_logit_softcapping,
+        teacher_logit_scale=float(teacher_logit_scale),
+        **options,
     )
     with torch.no_grad():
-        entropy = fused_logprobs(hidden, weight, labels, **of_student).entropy.sum()
+        entropy = fused_logprobs(hidden, weight, labels, **options).entropy.sum()
     divisor = n_valid.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     if isinstance(divisor, Tensor):
         divisor = divisor.to(loss_sum.device)
     return loss_sum / divisor, entropy, n_valid
 
 
-def _whole(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A parameter of a head as a plain tensor of ``dtype``."""
-    if x is None:
-        return None
-    if getattr(x, "ds_id", None) is not None and x.numel() == 0:
+def _whole(x: Any, dtype: torch.dtype) -> Any:
+    """A parameter of a head as a plain tensor of ``dtype``; ``None`` for ``None``."""
+    if hasattr(x, "ds_id") and x.numel() == 0:
         raise RuntimeError(
             "FusedDistillationMixin needs whole heads, but ZeRO-3 has partitioned one: use ZeRO-2, "
             "or the trainer without the mixin"
         )
     if hasattr(x, "placements"):  # one gather, and one reduction in backward
-        x = cast(Any, x).full_tensor()
-    return x.to(dtype)
+        x = x.full_tensor()
+    return None if x is None else x.to(dtype)
 
 
 @contextmanager

@@ -127,38 +127,38 @@ CLASSES = {
 # Text of the error on every living rank; None: the step is right.
 NOT_CAME = "and not all others have: the process group's timeout (4 s) is over, or one of them has"
 SHARED = f"this rank has come to compute a loss over a sharded vocabulary, {NOT_CAME}"
-GONE = {
-    "declared": f"this rank has come to leave a window, {NOT_CAME}",
-    "streaming": f"this rank has come to finish a window, {NOT_CAME}",
-    "sharded sum": SHARED,
-    "sharded tokens": SHARED,
-}
+SAME = "must be the same on all ranks that share the vocabulary"
+
+
+def of_classes(*words):
+    return dict(zip(CLASSES, words, strict=True))
+
+
+GONE = of_classes(
+    f"this rank has come to leave a window, {NOT_CAME}",
+    f"this rank has come to finish a window, {NOT_CAME}",
+    SHARED,
+    SHARED,
+)
 FAULTS = {
     "slow": dict.fromkeys(CLASSES),
     "NaN": dict.fromkeys(CLASSES, "nan"),
-    "raises": {
-        "declared": "in backward",
-        "streaming": "this window can only be dropped: a backward has raised",
-        "sharded sum": "softcap must be None",
-        "sharded tokens": "softcap must be None",
-    },
-    "other dtype": {
-        "declared": "out: loss_sum must be float32 or float64, got torch.bfloat16",
+    "raises": of_classes(
+        "in backward", "this window can only be dropped: a backward has raised",
+        "softcap must be None", "softcap must be None",
+    ),
+    "other dtype": of_classes(
+        "out: loss_sum must be float32 or float64, got torch.bfloat16",
         # This loop goes on after the same error, with no micro-batch that counts.
-        "streaming": "finish: no micro-batch since the last one: nothing to finish",
-        "sharded sum": "hidden.dtype must be the same on all ranks that share the vocabulary",
-        "sharded tokens": "hidden.dtype must be the same on all ranks that share the vocabulary",
-    },
-    "other order": {
-        "declared": "ranks are at different places",
-        "streaming": "ranks are at different places",
-        "sharded sum": "reduction must be the same on all ranks that share the vocabulary",
-        "sharded tokens": "function must be the same on all ranks that share the vocabulary",
-    },
-    "dies": GONE,
-    "leaves": GONE,
-    "stays away": GONE,
-}
+        "finish: no micro-batch since the last one: nothing to finish",
+        f"hidden.dtype {SAME}", f"hidden.dtype {SAME}",
+    ),
+    "other order": of_classes(
+        "ranks are at different places", "ranks are at different places", f"reduction {SAME}",
+        f"function {SAME}",
+    ),
+    **dict.fromkeys(("dies", "leaves", "stays away"), GONE),
+}  # fmt: skip
 ENDS = ("dies", "leaves", "stays away")  # the group is of no use afterwards
 
 
@@ -172,11 +172,6 @@ def case(step, fault, rank):
     return done, error, time.perf_counter() - begin
 
 
-def run(cases):
-    exact()  # what a first call loads is loaded before the processes are forked
-    return ranks.run(cases, RANKS, timeout=TIMEOUT)
-
-
 @functools.cache
 def exact():
     """The parameters and the loss after a step of one process."""
@@ -188,15 +183,17 @@ def exact():
     return weight.detach() - RATE * weight.grad, acc.metrics()["loss"]
 
 
-@functools.cache
-def lasting():
-    """Faults after which ranks go on: a right step follows each."""
-    cases = {}
-    for (kind, step), fault in ((k, f) for k in CLASSES.items() for f in FAULTS):
-        if fault not in ENDS:
-            cases[f"{kind}, {fault}"] = functools.partial(case, step, fault)
-            cases[f"{kind}, {fault}, after"] = functools.partial(case, step, None)
-    return run(cases)
+# Faults after which ranks go on; a right step follows each.
+LASTING = [(fault, kind) for kind in CLASSES for fault in FAULTS if fault not in ENDS]
+lasting = ranks.shared(
+    {
+        (fault, kind, then): functools.partial(case, CLASSES[kind], then)
+        for fault, kind in LASTING
+        for then in (fault, None)
+    },
+    RANKS,
+    timeout=TIMEOUT,
+)
 
 
 def check_step(found, kind):
@@ -222,34 +219,32 @@ def test_the_page_holds_every_fault_and_class():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", CLASSES)
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ENDS])
+@pytest.mark.parametrize(("fault", "kind"), LASTING)
 def test_a_fault_is_words_on_all_ranks_or_a_right_step(fault, kind):
-    found = ranks.of(lasting(), f"{kind}, {fault}")
-    words = FAULTS[fault][kind]
+    exact()  # what a first call loads is loaded before the processes are forked
+    found, words = lasting((fault, kind, fault)), FAULTS[fault][kind]
     if words is None:
         check_step(found, kind)
-    elif words == "nan":  # the loss says so on all ranks, and no rank's gradient is finite
-        for done, error, _ in found:
+    for done, error, seconds in found:
+        if words == "nan":  # the loss says so on all ranks, and no rank's gradient is finite
             assert error is None
             assert done[1] != done[1]
             assert not done[0].isfinite().any(-1).any()
-    else:
-        for done, error, seconds in found:
+        elif words is not None:
             assert done is None
             assert words in error
             assert seconds < TIMEOUT
-    check_step(ranks.of(lasting(), f"{kind}, {fault}, after"), kind)
+    check_step(lasting((fault, kind, None)), kind)
 
 
 def check_gone(kind, fault, words):
-    found = run({"gone": functools.partial(case, CLASSES[kind], fault)})["gone"]
-    for rank, result in enumerate(found):
-        if rank != BAD:
-            done, error, seconds = result
-            assert done is None
-            assert words in error
-            assert seconds < LATE
+    exact()
+    gone = functools.partial(case, CLASSES[kind], fault)
+    found = ranks.run({"gone": gone}, RANKS, timeout=TIMEOUT)["gone"]
+    for done, error, seconds in (found[rank] for rank in range(RANKS) if rank != BAD):
+        assert done is None
+        assert words in error
+        assert seconds < LATE
 
 
 @pytest.mark.slow
@@ -408,47 +403,11 @@ def mistaken(name, rank):
     return error, seconds, float(weight.grad.norm())
 
 
-def on_a_device(rank):
-    """The test double forbids reading values of CPU tensors, which on a GPU would wait."""
-    bad = rank == BAD
-    readable, _faults.readable = _faults.readable, lambda device: False
-    try:
-        acc = LossAccumulator()
-        train(acc, [2 + bad], [2])
-        counted = ranks.error_of(acc.metrics)
-        acc.metrics(reset=True)
-        acc = LossAccumulator()
-        train(acc, [2] * (1 + bad))
-        differ = ranks.error_of(acc.metrics)
-        acc = LossAccumulator()
-        left = ranks.error_of(train, acc, [2.5] if bad else [2], [2])
-        if not bad:
-            left = left or ranks.error_of(acc.metrics)
-    finally:
-        _faults.readable = readable
-    return counted, differ, left
-
-
-def alone(rank):
-    """Rank 0 makes, copies and pickles accumulators by itself, before and between."""
-    first = LossAccumulator()
-    kept = [LossAccumulator(), copy.deepcopy(first)] if rank == 0 else []
-    second, weight = LossAccumulator(), new_weight()
-    for acc in (first, second, first):
-        run_streaming(acc, weight, batches([3]))
-    kept += [copy.deepcopy(first)] if rank == 0 else []
-    third = LossAccumulator()
-    for acc in (third, second, third):
-        run_streaming(acc, weight, batches([3]))
-    swapped = [third, first] if rank else [first, third]
-    return len(kept), [ranks.error_of(run_streaming, acc, weight, batches([3])) for acc in swapped]
-
-
-@functools.cache
-def mistakes():
-    cases = {name: functools.partial(mistaken, name) for name in MISTAKES | TOLD}
-    cases |= {"on a device": on_a_device, "alone": alone}
-    return ranks.run({"warm up": warm_up, **cases}, RANKS, timeout=LATE)
+mistakes = ranks.shared(
+    {"warm up": warm_up, **{x: functools.partial(mistaken, x) for x in MISTAKES | TOLD}},
+    RANKS,
+    timeout=LATE,
+)
 
 
 def check_told(found, name):
@@ -469,29 +428,55 @@ def check_told(found, name):
 
 @pytest.mark.parametrize("name", MISTAKES | TOLD)
 def test_all_ranks_raise_the_error_of_one(name):
-    check_told(ranks.of(mistakes(), name), name)
+    check_told(mistakes(name), name)
 
 
 @pytest.mark.parametrize("name", ["reads while streaming", "no parameters", "bad counts"])
 def test_an_error_of_one_rank_in_the_very_first_exchange(name):
     """The accumulators' group is not made yet."""
-    found = ranks.run({name: functools.partial(mistaken, name)}, RANKS)
-    check_told(ranks.of(found, name), name)
+    check_told(ranks.shared({name: functools.partial(mistaken, name)}, RANKS)(name), name)
 
 
-def test_on_a_device_it_is_raised_where_metrics_are_read():
-    a, *others = ranks.of(mistakes(), "on a device")
-    assert all(a[:2] == b[:2] for b in others)
-    assert "micro-batch 0 was declared with 3 valid tokens, its loss counts 2" in a[0]
-    assert "different numbers of micro-batches in this window: 1 on rank 2, 2 on rank 1" in a[1]
-    for _, _, left in (a, *others):
-        assert "TypeError: counts[0] must be an integer" in left
+on_three_ranks = ranks.together(RANKS, timeout=LATE)
 
 
-def test_one_rank_may_make_accumulators_alone_but_not_use_them_in_another_order():
-    for n, errors in ranks.of(mistakes(), "alone"):
-        assert n in (0, 3)
-        assert all("messages of different accumulators have met" in error for error in errors)
+@on_three_ranks
+def test_on_a_device_it_is_raised_where_metrics_are_read(rank):
+    """The test double forbids reading values of CPU tensors, which on a GPU would wait."""
+    bad = rank == BAD
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_faults, "readable", lambda device: False)
+        acc = LossAccumulator()
+        train(acc, [2 + bad], [2])
+        with pytest.raises(RuntimeError, match="declared with 3 valid tokens, its loss counts 2"):
+            acc.metrics()
+        acc.metrics(reset=True)
+        acc = LossAccumulator()
+        train(acc, [2] * (1 + bad))
+        words = "different numbers of micro-batches in this window: 1 on rank 2, 2 on rank 1"
+        with pytest.raises(RuntimeError, match=words):
+            acc.metrics()
+        acc = LossAccumulator()
+        with pytest.raises(TypeError, match=r"counts\[0\] must be an integer"):
+            train(acc, [2.5] if bad else [2], [2])
+            acc.metrics()  # where the ranks that have made no mistake hear of it
+
+
+@on_three_ranks
+def test_one_rank_may_make_accumulators_alone_but_not_use_them_in_another_order(rank):
+    """Rank 0 makes, copies and pickles accumulators by itself, before and between."""
+    first = LossAccumulator()
+    kept = [LossAccumulator(), copy.deepcopy(first)] if rank == 0 else []
+    second, weight = LossAccumulator(), new_weight()
+    for acc in (first, second, first):
+        run_streaming(acc, weight, batches([3]))
+    kept += [copy.deepcopy(first)] if rank == 0 else []
+    third = LossAccumulator()
+    for acc in (third, second, third):
+        run_streaming(acc, weight, batches([3]))
+    for acc in [third, first] if rank else [first, third]:
+        with pytest.raises(RuntimeError, match="messages of different accumulators have met"):
+            run_streaming(acc, weight, batches([3]))
 
 
 # ---- a rank that comes late -----------------------------------------------------------------
@@ -516,8 +501,8 @@ def comes_late(engine, rank):
 )
 def test_waiting_ends_with_the_groups_timeout_in_words(engine):
     cases = {"first": warm_up, "late": functools.partial(comes_late, engine)}
-    found = ranks.run(cases, timeout=TIMEOUT, backend="cpu:gloo")
-    (waits, seconds), (_, other) = ranks.of(found, "late")
+    found = ranks.shared(cases, timeout=TIMEOUT, backend="cpu:gloo")
+    (waits, seconds), (_, other) = found("late")
     assert "this rank has come to finish a window, and not all others have" in waits
     assert f"the process group's timeout ({TIMEOUT} s) is over" in waits
     assert "the same number of micro-batches" in waits

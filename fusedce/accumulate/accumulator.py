@@ -23,7 +23,6 @@ from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.arguments import (
     OnEmpty,
     as_window,
-    check_auxiliary,
     check_choice,
     check_module,
     check_whole,
@@ -62,7 +61,7 @@ class LossAccumulator(Metrics):
     same on all ranks. On a GPU it is raised by ``metrics`` or ``state_dict``, and without these
     once in 32 windows: no window waits for the GPU otherwise.
 
-    Collectives: each is an all-gather of 219 int64 from each rank on ``process_group`` (under gloo,
+    Collectives: each is an all-gather of 218 int64 from each rank on ``process_group`` (under gloo,
     on a new group of the same ranks). Streaming has one per window, in ``finish``. Declared counts
     have one when the window opens, which is awaited at its first ``scale``, and one when it ends.
     ``metrics`` has one if batches were ``add``-ed. There are none per micro-batch. A rank that
@@ -159,7 +158,7 @@ class LossAccumulator(Metrics):
         local = torch.zeros(1, len(losses), dtype=torch.int64, device="cpu")
         if declared:
             local = _faults.together(x for row in declared for x in row).view(-1, len(losses))
-        said = (1 + len(declared), _hash(losses), 0) if self._has_loss else (0, 0, 0)
+        said = (1 + len(declared), _hash(losses)) if self._has_loss else (0, 0)
         sent = self._exchange.send(WINDOW, local.sum(0), self._equal(), said)
         if self._on_empty != "zero" or sent.work is None:
             self._decide_step(sent.wait().sum())
@@ -256,7 +255,10 @@ class LossAccumulator(Metrics):
 
         ``auxiliary ()`` is divided by micro-batches and ranks, and is not part of the metrics.
         """
-        check_auxiliary(auxiliary)
+        if not isinstance(auxiliary, Tensor) or not auxiliary.is_floating_point():
+            raise TypeError(f"auxiliary must be a floating tensor, got {describe(auxiliary)}")
+        if auxiliary.numel() != 1:
+            raise ValueError(f"auxiliary must be a scalar, got shape {tuple(auxiliary.shape)}")
         if self._window is None or self._window.declared is None:
             raise RuntimeError(
                 "add_auxiliary was called outside of a window with declared counts, and needs one: "
@@ -315,9 +317,8 @@ class LossAccumulator(Metrics):
         """Raise an error where a loop would spoil a window's gradients.
 
         That is: an optimizer step or ``zero_grad`` inside an open window; gradients written by
-        something else than its losses, not given to ``finish``, or not reduced by DDP (``module``
-        must be DDP, or hold it); ranks that hold the same tokens, by tensor parallelism; hidden
-        states of a sharded vocabulary that differ between its ranks.
+        something else than its losses, or not given to ``finish``; hidden states of a sharded
+        vocabulary that differ between its ranks.
 
         Args:
             optimizer: a ``torch.optim.Optimizer``, accelerate's wrapper included.
@@ -365,10 +366,7 @@ class LossAccumulator(Metrics):
                 window.check_complete()
             trained = trained_of(parameters) if purpose == FINISH else None
             self._guard.check_end(trained)
-        said = (0, 0, 0)
-        if self._has_loss:  # losses may be equal by chance before the first step
-            replica = self._guard.replicas(self._tokens) if self._trains else 0
-            said = (0, _hash(window.weights), replica)
+        said = (0, _hash(window.weights) if self._has_loss else 0)
         sums, fault = window.sums(), window.fault()
         sums = self._exchange.send(purpose, sums, self._equal(), said, fault).wait()
         return sums, trained or []
@@ -399,7 +397,7 @@ class LossAccumulator(Metrics):
                 "would mix them with training: call metrics(reset=True) first, or evaluate with a "
                 "LossAccumulator of its own"
             )
-        self._guard.check_ready(alone=self._exchange.ranks.size() == 1)
+        self._guard.check_ready()
 
     def _check_entered(self) -> None:
         """Raise ``RuntimeError`` if ``window(...)`` was called without ``with``."""

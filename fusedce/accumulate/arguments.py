@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.exchange import KINDS, UNNAMED, VALUES
-from fusedce.contract.monitors import MONITORS
-from fusedce.contract.results import LossSum, MonitoredLossSum, ScaledLossSum
+from fusedce.contract.results import MONITORS, LossSum, MonitoredLossSum, ScaledLossSum
 
 OnEmpty = Literal["zero", "skip", "raise"]
 Losses = dict[str, MonitoredLossSum]
@@ -165,14 +164,6 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")
-
-
-def check_auxiliary(auxiliary: Any) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless this is a floating tensor of one element."""
-    if not isinstance(auxiliary, Tensor) or not auxiliary.is_floating_point():
-        raise TypeError(f"auxiliary must be a floating tensor, got {describe(auxiliary)}")
-    if auxiliary.numel() != 1:
-        raise ValueError(f"auxiliary must be a scalar, got shape {tuple(auxiliary.shape)}")
 
 
 def check_module(module: Any) -> None:

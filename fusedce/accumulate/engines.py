@@ -6,7 +6,6 @@ An engine may divide the loss or its gradient by a constant; an accumulator undo
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -47,9 +46,6 @@ class Engine:
         """See :meth:`LossAccumulator.without_repeats`."""
         return batch
 
-    def check_evaluated(self) -> None:
-        """Warn if the evaluated batch holds repeated samples."""
-
 
 class AccelerateEngine(Engine):
     """Runs ``accelerator.backward``, which divides each loss by ``gradient_accumulation_steps``.
@@ -73,7 +69,6 @@ class AccelerateEngine(Engine):
                 "micro-batch])`."
             )
         self._accelerator = accelerator
-        self._left_out: int | None = None  # real samples of the batch given last, if it has repeats
 
     def divisor(self) -> float:
         """The number of micro-batches by which accelerate divides each loss now."""
@@ -91,24 +86,12 @@ class AccelerateEngine(Engine):
         """A copy of the last batch, its ``labels`` and ``shift_labels`` of repeats set to -100."""
         if (real := self._real_samples()) is None:
             return batch
-        self._left_out = real
         masked = {n: batch[n].clone() for n in ("labels", "shift_labels") if n in batch}
         if not masked:
             raise ValueError(f'batch must hold "labels", got the keys {sorted(batch)}')
         for labels in masked.values():
             labels[max(real - self._accelerator.process_index * len(labels), 0) :] = -100
         return {**batch, **masked}
-
-    def check_evaluated(self) -> None:
-        """Warn if the last batch holds repeats that :meth:`without_repeats` has not masked."""
-        repeats = self._real_samples() is not None
-        if repeats and self._left_out is None:
-            warnings.warn(
-                "accelerate has repeated samples to fill the last batches of this dataloader, and "
-                "their tokens are counted twice: acc.add(model(**acc.without_repeats(batch)))",
-                stacklevel=3,
-            )
-        self._left_out = None
 
     def _real_samples(self) -> int | None:
         """Real samples in the last round of batches over ranks; ``None`` without repeats."""

@@ -20,7 +20,7 @@ from fusedce import agreement
 from fusedce.accumulate import faults as _faults
 from fusedce.agreement import Table, Told
 from fusedce.contract.groups import Ranks
-from fusedce.contract.monitors import MONITORS
+from fusedce.contract.results import MONITORS
 
 # The purposes of an exchange, which must be the same on all ranks.
 WINDOW, FINISH, CLOSE, METRICS = (
@@ -33,7 +33,7 @@ UNNAMED = ""  # the name of a window's only loss where the user gave none
 KINDS = ("loss_sum", "n_valid", *(x for name in MONITORS for x in (name, f"{name} of")))
 _CPU = torch.device("cpu")
 VALUES = 128  # float64 values in a message that are summed over ranks
-_SAID = 3  # int64 values in a message: see `said` of Exchange.send
+_SAID = 2  # int64 values in a message: see `said` of Exchange.send
 LENGTH = agreement.TEXT + VALUES + _faults.ROW + _SAID
 _UNREAD = 32  # messages on a device that wait to be read, at most
 GRACE = timedelta(seconds=1)  # time for other ranks to report errors before one is raised
@@ -113,7 +113,7 @@ class Exchange:
         purpose: str,
         values: Tensor,
         settings: Mapping[str, object],
-        said: tuple[int, int, int] = (0, 0, 0),
+        said: tuple[int, int] = (0, 0),
         fault: Tensor | None = None,
     ) -> Pending:
         """Start one all-gather.
@@ -123,8 +123,7 @@ class Exchange:
             values: ``(n,)``, this rank's numbers, to be summed over ranks as float64.
             settings: must be equal on all ranks.
             said: the number of declared micro-batches plus one, and a hash of the losses, equal on
-                all ranks that have them; and :meth:`Guard.replicas`, of ranks that hold the same
-                tokens where their losses are equal. Zeros say nothing.
+                all ranks that have them. Zeros say nothing.
             fault: the first error that this rank has found in tensors.
         """
         group, values = self.ranks.group(), values.detach().double()
@@ -222,19 +221,8 @@ def explain(rows: list[Told]) -> Exception | None:
     for one in rows:
         if (fault := _faults.of_row(one.numbers[VALUES:-_SAID])) is not None:
             return fault
-    same: dict[tuple[int, ...], list[int]] = {}
-    for rank, one in enumerate(rows):
-        loss, n_valid, group = *one.numbers[:2], one.numbers[-1]
-        if n_valid and group:
-            same.setdefault((group, loss, n_valid), []).append(rank)
-    if replicas := next((ranks for ranks in same.values() if len(ranks) > 1), None):
-        return RuntimeError(
-            f"ranks {replicas} of this accumulator hold the same tokens, which are counted "
-            f"{len(replicas)} times: leave tensor-parallel ranks out, as in "
-            f'LossAccumulator.from_mesh(mesh, "dp")'
-        )
     counts, losses = (
-        {one.numbers[i]: rank for rank, one in enumerate(rows) if one.numbers[i]} for i in (-3, -2)
+        {one.numbers[i]: rank for rank, one in enumerate(rows) if one.numbers[i]} for i in (-2, -1)
     )
     if len(losses) > 1:
         return RuntimeError(

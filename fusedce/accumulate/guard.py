@@ -12,7 +12,6 @@ import os
 import sys
 import warnings
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -25,11 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdRef
 
-from fusedce import agreement
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.arguments import check_module
-from fusedce.accumulate.gradients import fsdp2_parameters, held_by_fsdp2, norms_of
-from fusedce.contract.groups import Ranks, is_dtensor
+from fusedce.accumulate.gradients import held_by_fsdp2, norms_of
 
 _Grad = tuple[WeakIdRef, int]  # the gradient that a parameter has, and its version
 _TOLERANCE = 1e-4  # of factors: 1/3 in float32 is not 1/3
@@ -44,11 +41,11 @@ class Guard:
     """
 
     def __init__(self) -> None:
+        self._asked = False
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._known: dict[int, weakref.ref[Tensor]] = {}  # parameters by id
         self._left: dict[int, _Grad] = {}  # their gradients after the last window
-        self._replicas: weakref.WeakSet[torch.nn.Module] | None = None  # DDP modules, found once
         self._scalers: weakref.WeakSet[torch.amp.GradScaler] | None = None  # found once
         self._warned = self._dropped = self._has_looked = False
         self._why_no_step: Any = lambda: None  # WeakMethod of the open window
@@ -62,7 +59,6 @@ class Guard:
         """Reset the state that belongs to one window."""
         self._streams = False
         self._held: set[int] = set()  # ids of FSDP2 parameters with gradients of other windows
-        self._reduced: dict[int, Any] = {}  # statistics of DDP's last reduced backward before it
         self._given: set[int] | None = None  # ids of the parameters that finish was given
         # Gradients before the window, norms () of those that should be zero, and the gradients
         # after the last backward.
@@ -75,7 +71,7 @@ class Guard:
 
     def is_on(self) -> bool:
         """Whether the user has asked for it: then any write into .grad inside a window counts."""
-        return self in agreement.GUARDS
+        return self._asked
 
     def add(self, optimizer: Any, module: Any) -> None:
         """Watch an optimizer and, if given, a module; ``TypeError`` for anything else."""
@@ -89,7 +85,7 @@ class Guard:
         self._optimizers.add(optimizer)
         if module is not None:
             self._modules.add(module)
-        agreement.GUARDS.add(self)
+        self._asked = True
         self._know_guarded()
 
     # ---- parameters -------------------------------------------------------------------------
@@ -114,22 +110,8 @@ class Guard:
 
     # ---- a window opens and ends ----------------------------------------------------------------
 
-    def check_ready(self, alone: bool) -> None:
-        """Raise ``RuntimeError`` where no window may open: under ``Join``, over FSDP2's leftovers.
-
-        DDP's ``Join`` lets ranks run out of micro-batches by design. A loss does not know its DDP
-        module, so the process is searched for such modules, once.
-        """
-        if self._replicas is None and not alone:
-            self._replicas = weakref.WeakSet(_instances(DistributedDataParallel))
-        models = (*self._modules, *(self._replicas or ()))
-        joined = (getattr(x, "_join_config", None) for x in models)
-        if not alone and any(getattr(x, "enable", False) for x in joined):
-            raise RuntimeError(
-                "Join lets a rank leave while others train on, which would wait for it. Without "
-                "Join, give it micro-batches whose labels are all ignore_index (a Join that is "
-                "over leaves its mark on the model, which Join([model], enable=False) removes)"
-            )
+    def check_ready(self) -> None:
+        """Raise ``RuntimeError`` where no window may open: over gradients left inside FSDP2."""
         if self._dropped and held_by_fsdp2():
             raise RuntimeError(
                 "FSDP2 still holds gradients of micro-batches that were dropped, and would add "
@@ -139,7 +121,6 @@ class Guard:
     def open(self, why_no_step: Callable[[], str | None], streams: bool) -> None:
         """Start the checks of a window whose method ``why_no_step`` says if no step may follow."""
         self._held = {id(p) for p in held_by_fsdp2()}
-        self._reduced = {id(ddp): _backward_stats(ddp) for ddp in self.ddp()}
         self._streams, self._why_no_step = streams, weakref.WeakMethod(why_no_step)
         self._know_guarded()
         _OPEN[id(self)] = self
@@ -169,15 +150,6 @@ class Guard:
                     f"would be trained with the gradients of an estimate: {', '.join(said)}"
                 )
             self._know(trained)
-        for ddp in self.ddp():
-            before = self._reduced.get(id(ddp))
-            grads = any(p.grad is not None for p in ddp.parameters())
-            if grads and before is not None and before == _backward_stats(ddp):
-                raise RuntimeError(
-                    f"DDP has not reduced the gradients of this window over its ranks, each has "
-                    f"its own: call the {type(ddp).__name__} module itself in the last "
-                    f"micro-batch, not its .module or a method of it, and not inside no_sync()"
-                )
         if held := [p for p in held_by_fsdp2() if id(p) not in self._held]:
             raise RuntimeError(
                 f"FSDP2 still holds the gradients of {len(held)} parameters inside, and an "
@@ -211,7 +183,7 @@ class Guard:
                 stacklevel=5,
             )
 
-    # ---- pipelines, and ranks that hold the same tokens -----------------------------------------
+    # ---- pipelines ----------------------------------------------------------------------------
 
     def note_schedule(self) -> None:
         """Remember the pipeline's schedule whose ``loss_fn`` runs now, if one does."""
@@ -222,25 +194,6 @@ class Guard:
                 self._schedule = frame.f_locals["self"]
                 break
             frame = frame.f_back
-
-    def replicas(self, tokens: Ranks) -> int:
-        """A number that some of the ranks ``tokens`` share, which may hold the same tokens, or 0.
-
-        Layers are divided over such ranks by something else than FSDP2, or they share a vocabulary.
-        Experts are divided too, but have tokens of their own, and so other losses.
-        """
-        if (group := tokens.group()) is None or not self.is_on():
-            return 0
-        found = set(agreement.SHARE_TOKENS)
-        fsdp = {id(p.sharded_param) for p in fsdp2_parameters()}
-        for p in filter(is_dtensor, self._alive()):
-            mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
-            sharded = [i for i, x in enumerate(placements) if not x.is_replicate()]
-            for i in sharded[id(p) in fsdp :]:  # FSDP2's own is the first of its dimensions
-                found.add(tuple(dist.get_process_group_ranks(mesh.get_group(i))))
-        members = set(dist.get_process_group_ranks(group))
-        shared = sorted(ranks for ranks in found if len(members.intersection(ranks)) > 1)
-        return zlib.crc32(str(shared[0]).encode()) if shared else 0
 
     # ---- gradients that are left, gone or written into ----------------------------------------
 
@@ -368,12 +321,6 @@ def _leaves(nodes: Sequence[Any]) -> Iterator[Tensor]:
         yield from (node.variable for node in new if hasattr(node, "variable"))
         visited |= new
         new = {x for node in new for x, _ in node.next_functions if x is not None} - visited
-
-
-def _backward_stats(ddp: DistributedDataParallel) -> Any:
-    """DDP's times of its last reduced backward, by parameter; ``None`` if torch keeps none."""
-    stats = getattr(getattr(ddp, "reducer", None), "get_backward_stats", None)
-    return None if stats is None else stats()
 
 
 # Guards of the open windows, in their order.

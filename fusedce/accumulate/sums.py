@@ -14,11 +14,9 @@ from torch import Tensor
 
 from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.arguments import unpack
-from fusedce.accumulate.engines import Engine
 from fusedce.accumulate.exchange import KINDS, METRICS, UNNAMED, Exchange
 from fusedce.contract.checks import check_flag
-from fusedce.contract.monitors import MONITORS
-from fusedce.contract.results import LossSum, MonitoredLossSum
+from fusedce.contract.results import MONITORS, LossSum, MonitoredLossSum
 
 _MEANS = {"correct": "mean_token_accuracy", "entropy": "entropy", "z_loss": "z_loss"}
 Loss = tuple[Tensor, Tensor]  # loss_sum () in nats, n_valid () in tokens
@@ -86,7 +84,6 @@ class Metrics:
     """Totals, metrics and state: the part of an accumulator that outlives its windows."""
 
     _exchange: Exchange
-    _engine: Engine
     _equal: Callable[[], dict[str, object]]
     _refuse_open_window: Callable[[str], None]
 
@@ -120,8 +117,6 @@ class Metrics:
         mixed: reset the metrics in between.
         """
         one = unpack(out, [UNNAMED])[UNNAMED]
-        if not one.loss_sum.requires_grad:
-            self._engine.check_evaluated()
         if n_windows := self._n_windows:
             raise RuntimeError(
                 f"add: the metrics hold {n_windows} training windows since the last reset, and "

@@ -121,15 +121,15 @@ class Audit:
                 edge = get_gradient_edge(out.loss_sum)
                 _watch(edge, lambda g: self._add(MicroBatch(total, n, float(g))))
             return
-        logits = out if isinstance(out, Tensor) else _get(out, "logits")
+        get = out.get if isinstance(out, dict) else lambda name: getattr(out, name, None)
+        logits = out if isinstance(out, Tensor) else get("logits")
         if not isinstance(logits, Tensor) or not logits.requires_grad:
             raise ValueError(
                 f"audit needs a model that returns logits with a gradient, or a LossSum; "
                 f"{type(module).__name__} returned {type(out).__name__}"
             )
         held = logits.detach()
-        edge = _edge_of_trained(logits, _get(out, "loss"))
-        _watch(edge, lambda g: self._add(micro_batch_of(held, g)))
+        _watch(_edge_of(logits), lambda g: self._add(micro_batch_of(held, g)))
 
     def _add(self, micro: MicroBatch) -> None:
         """Add a micro-batch whose backward runs now to the open step."""
@@ -270,26 +270,19 @@ def audit(
     return Audit(getattr(model, "module", model), gradients_added, loss_scale)
 
 
-def _edge_of_trained(logits: Tensor, loss: Tensor | None) -> GradientEdge:
-    """Where the gradient of ``logits`` arrives, or of what they copy if ``loss`` is made of that.
+def _edge_of(logits: Tensor) -> GradientEdge:
+    """Where the gradient of ``logits`` arrives, or of what they are a copy of.
 
     With mixed precision, accelerate returns fp32 copies of a model's outputs, also of the bf16
     logits that the model's loss is made of.
     """
     edge = get_gradient_edge(logits)
-    if not isinstance(loss, Tensor) or loss.grad_fn is None or edge.node.name() not in _CASTS:
-        return edge
-    behind, new = {loss.grad_fn}, [loss.grad_fn]  # nodes of the graph of the loss
-    while new:
-        nodes = {node for node, _ in new.pop().next_functions if node is not None}
-        new += nodes - behind
-        behind |= nodes
     node, nr = edge.node, edge.output_nr
-    while node not in behind and node.name() in _CASTS:
+    while node.name() in _CASTS:
         source, nr = node.next_functions[0]
         assert source is not None  # a copy that needs a gradient has a source that needs one
         node = source
-    return GradientEdge(node, nr) if node in behind else edge
+    return GradientEdge(node, nr)
 
 
 def _watch(edge: GradientEdge, callback: Callable[[Tensor], None]) -> None:
@@ -308,7 +301,3 @@ def _is_finite(x: Tensor) -> bool:
     """Whether all entries are finite; no memory of the size of ``x`` is taken."""
     values = x._values() if x.is_sparse else x
     return not values.numel() or math.isfinite(torch.linalg.vector_norm(values, math.inf))
-
-
-def _get(out: Any, name: str) -> Any:
-    return out.get(name) if isinstance(out, dict) else getattr(out, name, None)

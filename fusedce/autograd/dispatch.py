@@ -16,7 +16,7 @@ and of probabilities that were rounded to two bytes nothing but their errors.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,11 +25,10 @@ from fusedce.autograd import sums, tokens
 from fusedce.autograd.derivatives import refuse_forward_mode, transformed, wanted_gradients
 from fusedce.backends import chosen
 from fusedce.backends.choose import resolve_backend
-from fusedce.backends.shards.collectives import all_reduce
-from fusedce.contract.objective import Stats, folded, weights_and_count, with_expected_upstream
+from fusedce.contract.objective import Stats, folded, with_expected_upstream
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
-from fusedce.contract.task import Shard, Task
+from fusedce.contract.task import Task
 
 
 class Monitored(NamedTuple):
@@ -41,26 +40,18 @@ class Monitored(NamedTuple):
 
 
 def loss_sum(task: Task) -> tuple[LossSum, Monitored]:
-    """Sum of the losses and number of valid tokens; and the statistics that are wanted.
-
-    With a sharded vocabulary the sum is of all ranks' tokens, the statistics are of this rank's.
-    """
+    """Sum of the losses and number of valid tokens; and the statistics that are wanted."""
     task = _prepared(task)
-    problem, monitored, _, shard = task
+    problem, monitored = task.problem, task.wanted
     wanted = wanted_gradients(problem)
     if _by_tokens(task, train=any(wanted)):
         if monitored.argmax and any(wanted):  # which may be written into the labels' memory
             task = task.but(problem=problem.but(labels=problem.labels.clone()))  # for backward
         losses, stats = tokens.losses(task)
         values = Monitored(stats.argmax, stats.lse.detach(), stats.entropy.detach())
-        if shard is not None:
-            count = weights_and_count(problem.but(class_weight=None))[1]
-            mine = torch.stack([losses.sum(dtype=torch.float64), count])
-            total, n_valid = over_ranks(mine, shard).unbind()
-            return LossSum(total.to(losses.dtype), n_valid.detach().long()), values
         total = losses.sum(dtype=torch.float64).to(losses.dtype)
         return LossSum(total, stats.n_valid), values
-    if any(wanted) and shard is None:
+    if any(wanted) and task.shard is None:  # (ranks might expect different factors)
         task = task.but(problem=with_expected_upstream(problem))
     task = task.but(wanted=wanted.but(argmax=monitored.argmax))
     total, n_valid, argmax = sums.loss_sum(task)
@@ -118,25 +109,3 @@ def _prepared(task: Task) -> Task:
     problem = task.problem if task.divergence is not None else folded(task.problem)
     backend = resolve_backend(problem.backend, problem.hidden)
     return task.but(problem=problem.but(backend=backend))
-
-
-def over_ranks(mine: Tensor, shard: Shard) -> Tensor:
-    """The sum of ``mine`` over the ranks where each has tokens of its own, once differentiable."""
-    if shard.tokens is None:
-        return mine
-    result: Tensor = _Total.apply(mine, shard.group)
-    return result
-
-
-class _Total(torch.autograd.Function):
-    """Sum over ranks; backward gives each rank the gradient of its own addend."""
-
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor, group: Any) -> Tensor:
-        everyones = mine.clone()
-        all_reduce(everyones, group)
-        return everyones
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-        return upstream, None

@@ -32,7 +32,6 @@ from fusedce.autograd.derivatives import (
 )
 from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import waiting, without_values
-from fusedce.backends.shards.collectives import all_reduce
 from fusedce.contract.problem import Problem, Wanted, acc_dtype
 from fusedce.contract.results import LossSum
 from fusedce.contract.task import Task, arguments_of, of_task, schema_of
@@ -102,10 +101,8 @@ def _summed(*flat: Any) -> tuple[Tensor, ...]:
     with torch.autocast(problem.hidden.device.type, enabled=False):
         if task.divergence is not None:
             losses, n_valid, *grads = backend.divergence_and_grads(task)
-            total = losses.sum(dtype=torch.float64)
-            if task.shard is not None and task.shard.tokens is not None:
-                all_reduce(total, task.shard.group)  # losses are this rank's, n_valid is of all
-            return total.to(losses.dtype), n_valid, argmax, *grads
+            total = losses.sum(dtype=torch.float64).to(losses.dtype)
+            return total, n_valid, argmax, *grads
         if any(wanted.gradients()):
             total, n_valid, *grads = backend.loss_and_grads(task, argmax if wanted.argmax else None)
             return total, n_valid, argmax, *grads

@@ -24,6 +24,8 @@ from fusedce.autograd.derivatives import (
 from fusedce.backends import chosen
 from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import check_divergence_budget, of_inputs, without_values
+from fusedce.backends.protocol import Backend
+from fusedce.backends.shards.tokens import OfShard
 from fusedce.backends.upstream import Upstreams, Values, upstream_of
 from fusedce.contract.objective import Stats, token_losses
 from fusedce.contract.problem import Problem, Wanted, acc_dtype
@@ -78,17 +80,14 @@ def _stats(*flat: Any) -> tuple[Tensor, ...]:
             loss, n_valid, *_ = backend.divergence_and_grads(task.but(wanted=Wanted()))
             nothing = (loss.new_empty(0) for _ in range(4))
             return loss, *nothing, n_valid, labels.new_empty(0, dtype=torch.int64)
-        if shard is not None:
-            from fusedce.backends.shards import tokens
-
-            return tokens.stats(task, shard)
+        over_ranks: Backend | OfShard = backend if shard is None else OfShard(backend, shard)
+        problem = chosen.with_what_is_left(problem, wanted, shard)
         z = problem.hidden.new_empty(0, dtype=acc_dtype(problem.hidden.dtype))
         if labels.dim() == 2:
-            problem = chosen.with_what_is_left(problem, wanted)
-            z = chosen.chosen_logits(problem, labels)
+            z = chosen.logits_of_classes(problem, shard)
             problem = chosen.one_class(problem, z)
         argmax = labels.new_empty(len(labels) if wanted.argmax else 0, dtype=torch.int64)
-        found = backend.token_stats(problem, wanted, argmax if wanted.argmax else None)
+        found = over_ranks.token_stats(problem, wanted, argmax if wanted.argmax else None)
         return *found[:4], z, found.n_valid, argmax
 
 
@@ -127,8 +126,7 @@ def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], grads_op: Any) ->
         flat[i] = x
     (task,) = Task.of(flat)
     upstream, wanted = upstream[:5], ctx.wanted
-    alone = task.shard is None or task.shard.tokens is None
-    if (alone and all(u is None for u in upstream)) or not any(wanted):
+    if all(u is None for u in upstream) or not any(wanted):
         return tuple(nothing)
     hidden, weight, bias = wanted.gradients()
     task = task.but(wanted=task.wanted.but(hidden=hidden, weight=weight, bias=bias))
@@ -161,18 +159,17 @@ def _grads(*flat: Any) -> tuple[Tensor, ...]:
         if divergence is not None:
             made = backend.divergence_and_grads(task.but(problem=_weighed(problem, upstreams.nll)))
             return tuple(x.to(dtype) for x in made[3:])
+        over_ranks: Backend | OfShard = backend
+        V, classes = len(problem.weight), None
         if shard is not None:
-            from fusedce.backends.shards import tokens
-
-            return tokens.grads(task, shard, values, upstreams)
-        classes = None
+            over_ranks, V = OfShard(backend, shard), shard.V
+        problem = chosen.with_what_is_left(problem, wanted, shard)
         if problem.labels.dim() == 2:
-            problem = chosen.with_what_is_left(problem, wanted)
-            valid, classes = chosen.in_range(problem, problem.labels)
+            valid, classes = chosen.in_range(problem, problem.labels, V)
             classes = classes.masked_fill(~valid, -1)
             problem = chosen.one_class(problem, values.z)
-        upstream = upstream_of(problem, values, upstreams, chosen=classes)
-        return backend.token_grads(problem, wanted, values.lse, upstream, of_inputs(problem))
+        upstream = upstream_of(problem, values, upstreams, V=V, chosen=classes)
+        return over_ranks.token_grads(problem, wanted, values.lse, upstream, of_inputs(problem))
 
 
 def _weighed(problem: Problem, upstream: Tensor | None) -> Problem:

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import call_of, check_budget
+from fusedce.backends.shards.collectives import all_reduce, sharded_call
 from fusedce.contract.labels import bad_label_code, bad_label_message
-from fusedce.contract.problem import Problem, Projection, Wanted
+from fusedce.contract.problem import Problem, Projection, Wanted, acc_dtype
+from fusedce.contract.task import Shard
 
 _BUDGET = 64 * 2**20  # bytes that are held at a time, at most
 _LEAST = 2**18  # bytes that are held at a time under the smallest budget
@@ -47,18 +49,23 @@ def one_class(problem: Problem, z: Tensor) -> Problem:
     return problem.but(labels=classes.gather(1, best)[:, 0])
 
 
-def with_what_is_left(problem: Problem, wanted: Wanted) -> Problem:
-    """The problem with the budget that its ``labels (N, K)`` leave to the statistics.
+def with_what_is_left(problem: Problem, wanted: Wanted, shard: Shard | None) -> Problem:
+    """The problem with the budget that several classes a token, and other ranks, leave.
 
     Raises:
-        ValueError: it is too small; the message names the whole.
+        ValueError: it is too small; the message names the whole. The same on all ranks.
     """
-    if problem.memory_budget is None:
+    several = problem.labels.dim() == 2
+    if problem.memory_budget is None or not (several or shard):
         return problem
-    beside = bytes_beside(problem, problem.labels.shape[1])
-    call = call_of(problem, wanted, len(problem.labels), triton=problem.backend == "triton")
-    check_budget(problem, call._replace(fixed=beside))
-    return problem.but(memory_budget=problem.memory_budget - beside)
+    n, triton = len(problem.labels), problem.backend == "triton"
+    if shard is None:
+        call = call_of(problem, wanted, n, triton=triton)
+    else:
+        call = sharded_call(problem, shard, n)
+    fixed = call.fixed + (bytes_beside(problem, problem.labels.shape[1]) if several else 0)
+    check_budget(problem, call._replace(fixed=fixed))
+    return problem.but(memory_budget=problem.memory_budget - fixed)
 
 
 def bytes_beside(problem: Problem, K: int) -> int:
@@ -91,6 +98,23 @@ def chosen_logits(problem: Problem, classes: Tensor) -> Tensor:
         z = (z / problem.temperature[:, None]).to(head.acc)
     z.masked_fill_(y != classes, math.nan)  # out of range, on devices whose labels are not read
     return z.masked_fill_(~valid, 0)
+
+
+def logits_of_classes(problem: Problem, shard: Shard | None) -> Tensor:
+    """``(N, K)`` logits of the ``labels (N, K)``, of all ranks' classes where there is a shard.
+
+    Collectives, of a shard: one all-reduce of a number a class.
+    """
+    if shard is None:
+        return chosen_logits(problem, problem.labels)
+    valid, classes = in_range(problem, problem.labels, shard.V)
+    z = problem.hidden.new_zeros(classes.shape, dtype=acc_dtype(problem.hidden.dtype))
+    if len(problem.weight):
+        here = classes - shard.first
+        here = here.masked_fill((here < 0) | (here >= len(problem.weight)) | ~valid, -100)
+        z = chosen_logits(problem.but(ignore_index=-100), here)
+    all_reduce(z, shard.group)  # each logit comes from the rank that holds its row: exact
+    return z.masked_fill_(valid & (classes != problem.labels), math.nan)
 
 
 def in_range(problem: Problem, classes: Tensor, V: int | None = None) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.held import Call
-from fusedce.backends.plan import device_budget, least_bytes, tiles_of, way_of_divergence
+from fusedce.backends.plan import (
+    device_budget,
+    least_bytes,
+    least_bytes_of_divergence,
+    tiles_of,
+    way_of_divergence,
+)
 from fusedce.contract.problem import Problem, Wanted, acc_dtype
 from fusedce.contract.task import Task
 
@@ -109,9 +115,11 @@ def check_divergence_budget(task: Task) -> None:
         return
     n, triton = len(problem.labels), problem.backend == "triton"
     call = call_of(problem, wanted, n, waiting(problem), triton=triton)
-    for few in {max(n - 1, 0), n}:  # backward gathers the tokens that have a gradient
-        size = divergence.teacher_size()
-        way_of_divergence(call._replace(n=few), size, memory_budget=problem.memory_budget)
+    size = divergence.teacher_size()
+    # Backward gathers the tokens that have a gradient, which may take more.
+    calls = [call._replace(n=few) for few in {max(n - 1, 0), n}]
+    largest = max(calls, key=lambda call: least_bytes_of_divergence(call, size))
+    way_of_divergence(largest, size, memory_budget=problem.memory_budget)
 
 
 @functools.cache

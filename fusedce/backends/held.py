@@ -144,6 +144,7 @@ def compared_classes(call: Call, way: Way) -> int:
 
 
 def by_tiles(call: Call, R: int, T: int) -> Way:
+    """Tiles of R tokens and T classes, and the bytes that they hold."""
     n, V, H, acc = call.n, call.V, call.H, call.acc
     T = min(T, V)
     if call.triton:

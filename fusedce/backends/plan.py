@@ -188,20 +188,30 @@ def way_of_divergence(
         ValueError: the budget is less than chunks of the fewest tokens need.
     """
     # As many tokens as of a loss with one head: fewer make the products slower.
-    of_one_head, n = call._replace(logit=call.acc), max(call.n, 1)
+    of_one_head = call._replace(logit=call.acc)
+    if memory_budget is None:
+        C = min(chunk_size(of_one_head, chunk_tokens), max(call.n, 1))
+        return compared(call, C, tile_classes(call, None, C), teacher_H)
+    ways = _comparisons(call, tile_classes(call, memory_budget), teacher_H)
+    return _fitting(call, ways, memory_budget)
+
+
+def least_bytes_of_divergence(call: Call, teacher_H: int | None) -> int:
+    """The least budget of :func:`way_of_divergence`."""
+    return min(
+        make(least).bytes for make, least, _ in _comparisons(call, _LEAST_CLASSES, teacher_H)
+    )
+
+
+def _comparisons(call: Call, classes: int, teacher_H: int | None) -> Iterator[_Sizes]:
+    """Ways of a divergence by tiles of at most so many classes, the fastest first."""
+    n, few, most = max(call.n, 1), call.limits.multiple, _most_tokens(call._replace(logit=call.acc))
 
     def way(C: int, T: int) -> Way:
         return compared(call, min(C, n), T, teacher_H)
 
-    if memory_budget is None:
-        C = min(chunk_size(of_one_head, chunk_tokens), n)
-        return way(C, tile_classes(call, None, C))
-    classes, fewest = tile_classes(call, memory_budget), call.limits.multiple
-    ways = [
-        *_chunkings(way, n, n, classes),
-        *_chunkings(way, fewest, _most_tokens(of_one_head), classes),
-    ]
-    return _fitting(call, ways, memory_budget)
+    yield from _chunkings(way, n, n, classes)
+    yield from _chunkings(way, few, most, classes)
 
 
 def _tilings(call: Call, classes: int) -> Iterator[_Sizes]:

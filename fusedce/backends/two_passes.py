@@ -38,7 +38,7 @@ def loss_and_grads(
     factor = expected_upstream(problem, stats.n_valid)
     by, outer = slopes(problem, y, lse), factor.double().expand_as(nll)
     of_stats = Upstreams(outer * by.nll, outer * by.lse, None, None, None)
-    upstream = upstream_of(problem, Values(nll, lse, nll[:0], nll[:0], nll[:0]), of_stats)
+    upstream = upstream_of(problem, Values(nll, lse, nll[:0], nll[:0], nll[:0]), of_stats, V=V)
     grads = token_grads(problem, wanted, stats.lse, upstream, waiting(problem))
     total = losses.sum().to(stats.nll.dtype)
     return Summed(total, stats.n_valid, factor, *grads)

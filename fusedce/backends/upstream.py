@@ -36,20 +36,15 @@ def upstream_of(
     values: Values,
     upstreams: Upstreams,
     *,
-    classes: int | None = None,
-    here: Tensor | None = None,  # (N,) bool: whether the label is a row of weight; None: all are
-    chosen: Tensor | None = None,  # (N, K) the classes of values.z, rows of weight; -1 for none
+    V: int,  # classes, of which weight may hold some alone
+    chosen: Tensor | None = None,  # (N, K) the classes of values.z; -1 for none
 ) -> Upstream:
     """Factors of the gradient of a row of logits, by
 
     ``d nll = p - onehot,  d lse = p,  d entropy = -p * (log p + entropy),  d zmean = c / V``.
 
-    With a sharded vocabulary ``weight`` holds some of the ``classes`` alone. The backends need a
-    label among its rows for every token, so a token whose label lies on another rank (``here`` is
-    False) gets row 0 of this rank as its label. ``values.nll`` is ``-log p`` of that row, whose
-    gradient is that of any class but the label's: ``p`` in place of ``p - 1``.
+    All factors of a token with a bad label are NaN.
     """
-    V = problem.weight.shape[0]
     # A statistic that was not computed is (0,), and so is a gradient that a compiler makes for it.
     upstreams = Upstreams(*(u if u is not None and len(u) else None for u in upstreams))
     nll = values.nll.double()
@@ -60,10 +55,7 @@ def upstream_of(
     beta = gamma = None
     if upstreams.nll is not None:
         alpha += upstreams.nll
-        less_one = torch.expm1(-nll)  # p - 1 without cancellation
-        at_label += upstreams.nll * (
-            less_one if here is None else torch.where(here, less_one, p_label)
-        )
+        at_label += upstreams.nll * torch.expm1(-nll)  # p - 1 without cancellation
         used |= upstreams.nll != 0
     if upstreams.lse is not None:
         alpha += upstreams.lse
@@ -78,7 +70,7 @@ def upstream_of(
         at_label += beta * surprise
         used |= beta != 0
     if upstreams.zmean is not None:
-        gamma = upstreams.zmean / (V if classes is None else classes)
+        gamma = upstreams.zmean / V
         c: Tensor | float = 1.0
         if problem.class_weight is not None:
             c = problem.class_weight[problem.labels.long().clamp(0, V - 1)]
@@ -100,5 +92,5 @@ def upstream_of(
         slope = head.slope(values.z.masked_fill(none, 0) * t)
         at_classes = at_classes if slope is None else at_classes * slope
         used = used | (at_classes != 0).any(1)
-    others = -torch.expm1(-nll)
-    return Upstream(alpha, beta, gamma, at_label, used, others, chosen, at_classes)
+    alpha = alpha + 0 * at_label
+    return Upstream(alpha, beta, gamma, at_label, used, chosen, at_classes)

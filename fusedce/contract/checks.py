@@ -22,8 +22,7 @@ def checked(problem: Problem) -> Problem:
     """Check, cast and flatten a problem: the form that all layers but the public functions take.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message names it, says what it must be, and
-            what was given.
+        TypeError, ValueError: an argument is wrong.
     """
     check_tensor_types(problem)
     problem = autocast(problem)
@@ -106,13 +105,12 @@ def autocast(problem: Problem) -> Problem:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype to which autocast casts on ``device``; ``None`` where it is off."""
+    kind = device.type
     if torch.compiler.is_compiling():  # torch.compile of torch 2.11 cannot trace the questions
-        kind = device.type
         available = kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
     elif not torch._C._is_any_autocast_enabled():
         return None
     else:
-        kind = device.type
         available = torch.amp.is_autocast_available(kind)
     return torch.get_autocast_dtype(kind) if available and torch.is_autocast_enabled(kind) else None
 
@@ -144,15 +142,12 @@ def check_tensors(problem: Problem) -> None:
     if hidden.dim() == 0 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden must be (..., H) with H >= 1, got {tuple(hidden.shape)}")
     H = hidden.shape[-1]
-    if weight.dim() != 2 or weight.shape[1] != H:
+    if weight.dim() != 2 or weight.shape[1] != H or len(weight) == 0:
         raise ValueError(
-            f"weight must be (V, H) with H={H} (from hidden), got {tuple(weight.shape)}"
-            + misplaced(problem)
+            f"weight must be (V, H) with V >= 1 and H={H} (from hidden), got "
+            f"{tuple(weight.shape)}" + misplaced(problem)
         )
-    V = weight.shape[0]
-    if V == 0:
-        raise ValueError(f"weight must be (V, H) with V >= 1, got {tuple(weight.shape)}")
-    if labels.is_floating_point() and labels.shape == (*hidden.shape[:-1], V):
+    if labels.is_floating_point() and labels.shape == (*hidden.shape[:-1], len(weight)):
         raise TypeError(
             f"labels must be int64 or int32 class indices, got {labels.dtype} of shape "
             f"{tuple(labels.shape)}: class probabilities are labels of fused_cross_entropy. For "
@@ -166,15 +161,15 @@ def check_tensors(problem: Problem) -> None:
     check_labels(labels)
     if bias is not None:
         _check_shape("bias", bias, weight.shape[:1], "(V,)")
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype != hidden.dtype:
+    for name, tensor in (("weight", weight), ("bias", bias), ("labels", labels)):
+        if tensor is None:
+            continue
+        if name != "labels" and tensor.dtype != hidden.dtype:
             raise TypeError(
                 f"{name} must have the dtype of hidden {hidden.dtype}, or another of float32, "
                 f"bfloat16, float16 and float64, got {tensor.dtype}"
             )
-    for name, tensor in (("weight", weight), ("labels", labels), ("bias", bias)):
-        if tensor is not None:
-            check_device(name, tensor, hidden)
+        check_device(name, tensor, hidden)
 
 
 def check_device(name: str, x: Tensor, hidden: Tensor) -> None:

@@ -71,10 +71,21 @@ class Ranks:
         self._given = group
 
     def group(self) -> dist.ProcessGroup | None:
-        """The process group; ``None`` in a single process."""
+        """The process group; ``None`` in a single process.
+
+        Raises:
+            RuntimeError: the group is destroyed.
+        """
         if self._given is ALONE or not (dist.is_available() and dist.is_initialized()):
             return None
-        return dist.group.WORLD if self._given is None else self._given
+        group = dist.group.WORLD if self._given is None else self._given
+        try:
+            dist.get_process_group_ranks(group)
+        except KeyError:
+            raise RuntimeError(
+                "process_group is gone: destroy_process_group() has ended it; make another one"
+            ) from None
+        return group
 
     def name(self) -> str:
         """A name that is equal for objects of the same ranks, before and after they meet."""

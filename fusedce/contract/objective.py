@@ -39,7 +39,8 @@ class Stats(NamedTuple):
 class Upstream(NamedTuple):
     """Factors that turn a token's probabilities into the gradient of its logits, (N,) each.
 
-    ``g = p * (alpha - beta * log p) + gamma * c``, but ``at_label`` at the label.
+    ``g = p * (alpha - beta * log p) + gamma * c``, but ``at_label`` at the label, if that is a row
+    of weight.
     """
 
     alpha: Tensor
@@ -47,7 +48,6 @@ class Upstream(NamedTuple):
     gamma: Tensor | None
     at_label: Tensor
     used: Tensor  # bool: tokens with a factor other than 0
-    others: Tensor  # probability of all classes but the label's
     classes: Tensor | None = None  # (N, K) rows of weight, -1 for none
     at_classes: Tensor | None = None  # (N, K) fp32 or fp64: more, by their products
 

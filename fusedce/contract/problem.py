@@ -52,15 +52,12 @@ class Problem(NamedTuple):
 
     def plain(self) -> bool:
         """Whether the loss is unweighted cross-entropy without further terms."""
-        return self.of_nll_alone() and self.unweighted()
+        unweighted = self.token_weight is None and self.class_weight is None
+        return self.of_nll_alone() and unweighted
 
     def of_nll_alone(self) -> bool:
         """Whether a token's loss is its label's ``nll``, times weights: no other statistic."""
         return not (self.label_smoothing or self.z_loss)
-
-    def unweighted(self) -> bool:
-        """Whether neither tokens nor classes have weights."""
-        return self.token_weight is None and self.class_weight is None
 
     def rows(self, chosen: Tensor | slice) -> Problem:
         """The problem with the weights of the tokens ``chosen``, for their part of the loss."""

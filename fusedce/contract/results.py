@@ -11,6 +11,8 @@ from torch import Tensor
 
 from fusedce.contract.checks import can_be_read, check_number
 
+MONITORS = ("correct", "entropy", "z_loss")  # see `MonitoredLossSum`
+
 
 class LossSum(NamedTuple):
     """An unnormalised loss and the number of tokens it sums over.

@@ -17,36 +17,20 @@ from fusedce.contract.divergence import Divergence
 from fusedce.contract.groups import group_named
 from fusedce.contract.problem import Problem, Wanted
 
-_DEVICE_BUDGET = 2**30
-
 
 class Shard(NamedTuple):
     """The rows of the vocabulary on this rank, and the ranks that hold the others."""
 
     name: str  # of the group
     first: int  # the class of the first row here
-    V: int  # rows that are classes, over all ranks; rows beyond are padding
+    V: int  # classes, over all ranks
     largest: int  # rows of the largest shard: chunks must be the same on all ranks
-    tokens: tuple[int, ...] | None  # tokens of each rank where they are sharded as well
-    counted: int  # tokens with a label to predict and a weight other than 0, over all of those
-    valid: int  # tokens with a label to predict
-    budget: int = _DEVICE_BUDGET  # bytes of a chunk's logits on a GPU: the least of all ranks'
+    gathered: int = 0  # bytes of hidden states that were gathered from all ranks
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks."""
         return group_named(self.name)
-
-    def real(self, problem: Problem) -> int:
-        """The number of rows of ``problem.weight`` that are classes, the first ones."""
-        return min(max(self.V - self.first, 0), len(problem.weight))
-
-    def own(self, x: Tensor, n: int) -> Tensor:
-        """This rank's ``n`` tokens of ``x (N, ...)``, which holds those of all ranks."""
-        if self.tokens is None:
-            return x
-        first = dist.get_rank(self.group) * max(self.tokens)
-        return x[first : first + n]
 
 
 _OPTIONAL = (Divergence, Shard)
@@ -78,8 +62,6 @@ class Task(NamedTuple):
             records.append(record(*flat[: len(record._fields)]))
             flat = flat[len(record._fields) :]
         problem, wanted, *made, divergence, shard = records
-        if shard.tokens is not None:  # a list, from the dispatcher
-            shard = shard._replace(tokens=tuple(shard.tokens))
         divergence = None if divergence.kind is None else divergence
         return cls(problem, wanted, divergence, None if shard.name is None else shard), *made
 
@@ -94,7 +76,6 @@ _KINDS = {
     bool: "bool",
     str: "str",
     str | None: "str?",
-    tuple[int, ...] | None: "int[]?",
 }
 
 

@@ -47,6 +47,7 @@ _TRUSTED = ("aten", "prim", "prims", "fusedce")  # their schemas name all that i
 
 @functools.cache
 def facts_of(func: Any) -> Facts:
+    """What an operator's schema says of it."""
     arguments, returns = func._schema.arguments, func._schema.returns
     pure = func.namespace in _TRUSTED and func.overloadpacket is not aten.set_
     written = [

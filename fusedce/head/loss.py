@@ -79,8 +79,7 @@ class MakeLogits(torch.autograd.Function):
             return None, None, None, None
         _check_not_batched(grad)
         if isinstance(grad, Passenger) and grad.memory.made is None:
-            loads = zip(*(load[product] for load in grad.loads), strict=True)
-            return (None, *map(_added, loads), None)[:4]
+            return (None, *grad.load[product], None)[:4]
         given = given if torch.is_grad_enabled() else (*product.values(by_all_ranks=True), None)
         hidden, weight = given[0], whole(given[1])
         with no_autocast(grad.device):
@@ -93,12 +92,6 @@ class MakeLogits(torch.autograd.Function):
             d_weight = None if d_weight is None else _own_rows(d_weight, given[1])
             d_bias = None if d_bias is None else _own_rows(d_bias, given[2])
         return None, d_hidden, d_weight, d_bias
-
-
-def _added(grads: tuple[Tensor | None, ...]) -> Tensor | None:
-    """The gradient of one operand, added up over losses."""
-    some = [g for g in grads if g is not None]
-    return functools.reduce(torch.add, some) if some else None
 
 
 def _own_rows(grad: Tensor, like: Tensor) -> Tensor:
@@ -116,26 +109,27 @@ _CARRIES = frozenset((
     aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.tanh_backward.default,
     aten.slice_backward.default, aten.select_backward.default, aten._unsafe_view.default,
 ))  # fmt: skip
-_JOINS = frozenset((aten.add.Tensor, aten.cat.default, aten.stack.default))
 
 
 class Passenger(LazyLogits):
     """The gradient of logits on its way to the head, without values until code reads them.
 
     Hooks of DDP and FSDP ask when a gradient comes, and hand it on. At the head, a passenger that
-    nobody has read gives the gradients of the operands that it carries. Once read it is the real
-    gradient, and the head computes with that one, as it does for any hook's result.
+    nobody has read gives the gradients of the operands that it carries. Once read, or added to the
+    gradient of another loss, it is the real gradient, and the head computes with that one, as it
+    does for any hook's result.
 
     Attributes:
-        loads: for each loss, the gradients of each product's operands.
+        load: the gradients of each product's operands.
     """
 
-    loads: list[dict[Product, list[Tensor | None]]]
+    load: dict[Product, list[Tensor | None]]
 
     @classmethod
-    def of(cls, loads: Any, expr: Expr, meta: Tensor, device: torch.device) -> Passenger:
+    def of(cls, load: Any, expr: Expr, meta: Tensor, device: torch.device) -> Passenger:
+        """The gradient of the logits ``expr``, made of ``load`` where nobody reads it."""
         new = cls(expr, Memory(expr), meta, device)
-        new.loads = loads
+        new.load = load
         return new
 
     @classmethod
@@ -148,18 +142,17 @@ class Passenger(LazyLogits):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
-        found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        given = [x for x in found if isinstance(x, Passenger)]
-        others = [x for x in found if not isinstance(x, Passenger) and x.dim()]
+        x, kwargs = args[0], kwargs or {}
         carries = func in _CARRIES or facts_of(func).is_view
-        if func is not aten.tanh_backward.default and (others or not carries):
-            carries = func in _JOINS and not others
-        if _reading.get() or not carries or any(x.memory.made is not None for x in given):
+        if func is not aten.tanh_backward.default:  # which takes the logits, too
+            rest = tree_leaves((args[1:], kwargs))
+            carries = carries and not any(isinstance(t, Tensor) and t.dim() for t in rest)
+        unread = isinstance(x, Passenger) and x.memory.made is None and not _reading.get()
+        if not carries or not unread:
             return func(*real(args, "backward"), **real(kwargs, "backward"))
         meta = func(*without_data(args), **{k: v for k, v in kwargs.items() if k != "device"})
         expr = Expr(None, func, kept(args), kwargs, tuple(meta.shape))
-        return Passenger.of([y for x in given for y in x.loads], expr, meta, given[0].device)
+        return Passenger.of(x.load, expr, meta, x.device)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.materialize("repr"))
@@ -223,7 +216,7 @@ class Route(torch.autograd.Function):
             return *nothing[:7], *(g for grads in load.values() for g in grads)
         meta = torch.empty(expr.after, dtype=z.dtype, device="meta")
         root = Expr(None, make, (), {}, expr.after)
-        return Passenger.of([load], root, meta, grad.device), *nothing[1:]
+        return Passenger.of(load, root, meta, grad.device), *nothing[1:]
 
 
 # ---- the two witnesses ----------------------------------------------------------------------

@@ -28,9 +28,8 @@ Shape = tuple[int, ...]
 
 _CHANGED = (
     "the hidden state or a parameter of the head has changed (by an optimizer step?) since the "
-    "head ran, and its logits are asked for only now: a replaced head computes them when they are "
-    "first used. Use them before the change; detach, clone, views, slices and changes of dtype do "
-    "not yet, but numpy(), + 0 or argmax do"
+    "head ran, and its lazy logits are computed when they are first read. Read them before "
+    "optimizer.step(), for example `logits + 0`; detach(), clone(), views and slices stay lazy"
 )
 _SHARDED = (
     "FSDP2 has sharded the weight of the replaced head again since it ran: to make its logits, one "

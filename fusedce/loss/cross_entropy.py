@@ -15,7 +15,7 @@ from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.objective import expected, weights_and_count
 from fusedce.contract.problem import Problem, acc_dtype
-from fusedce.contract.task import Shard, Task
+from fusedce.contract.task import Task
 from fusedce.loss.sharded_problem import divergence_task, no_labels, ready
 
 
@@ -108,17 +108,15 @@ def fused_cross_entropy(
         check_reduction(reduction)
         return given, {"reduction": reduction}
 
-    function = SUM if class_weight is None and reduction != "none" else LOSSES
-    problem, shard = ready(problem, placed, function, check)
-    if shard is not None and reduction != "none":
-        return _over_ranks(problem, shard, reduction)
-    return _reduced(Task(problem, shard=shard), reduction, local_of(labels).shape, problem)
-
-
-def _reduced(task: Task, reduction: str, shape: torch.Size, counted: Problem) -> Tensor:
-    """Losses in ``shape``, their sum, or their mean by the valid labels and weights of another."""
+    problem, shard, tokens = ready(problem, placed, LOSSES if reduction == "none" else SUM, check)
+    task = Task(problem, shard=shard)
     if reduction == "none":
-        return dispatch.token_losses(task).view(shape)
+        return tokens.own(dispatch.token_losses(task))[0].view(local_of(labels).shape)
+    return _reduced(task, reduction, problem)
+
+
+def _reduced(task: Task, reduction: str, counted: Problem) -> Tensor:
+    """The sum of the losses, or their mean by the valid labels and weights of another problem."""
     problem = task.problem
     if reduction == "sum":
         return dispatch.loss_sum(task.but(problem=_as_it_is(problem)))[0].loss_sum
@@ -127,19 +125,6 @@ def _reduced(task: Task, reduction: str, shape: torch.Size, counted: Problem) ->
     denominator = torch.where(count > 0, weights, 1.0).to(acc_dtype(problem.hidden.dtype))
     task = task.but(problem=problem.but(expected_upstream=1 / denominator))
     return dispatch.loss_sum(task)[0].loss_sum / denominator
-
-
-def _over_ranks(problem: Problem, shard: Shard, reduction: str) -> Tensor:
-    """The sum or the mean of the losses of a sharded vocabulary."""
-    if problem.class_weight is None:
-        out, _ = dispatch.loss_sum(Task(problem, shard=shard))
-        return out.loss_sum if reduction == "sum" else out.mean()
-    losses = dispatch.token_losses(Task(problem, shard=shard))
-    mine = torch.stack([losses.sum(dtype=torch.float64), *weights_and_count(problem)])
-    loss_sum, weights, count = dispatch.over_ranks(mine, shard).unbind()
-    if reduction == "mean":
-        loss_sum = loss_sum / torch.where(count > 0, weights, 1.0).detach()
-    return loss_sum.to(losses.dtype)
 
 
 def _are_probabilities(hidden: Tensor, labels: Tensor) -> bool:
@@ -164,8 +149,10 @@ def _of_probabilities(problem: Problem, placed: Any, reduction: str) -> Tensor:
         return checked_targets(here.but(ignore_index=ignore_index), given, shard=shard)
 
     problem = problem.but(labels=no_labels(problem.hidden), ignore_index=None)
-    task = divergence_task(problem, placed, reduction, checked)
-    return _reduced(task, reduction, given.shape[:-1], task.problem.but(class_weight=None))
+    task, _ = divergence_task(problem, placed, reduction, checked)
+    if reduction == "none":
+        return dispatch.token_losses(task).view(given.shape[:-1])
+    return _reduced(task, reduction, task.problem.but(class_weight=None))
 
 
 def _as_it_is(problem: Problem) -> Problem:

@@ -11,12 +11,12 @@ from torch import Tensor
 from fusedce.autograd import dispatch
 from fusedce.autograd.sums import SumWithGrads as SumWithGrads
 from fusedce.backends.shards.agreement import SUM
+from fusedce.backends.shards.collectives import Tokens
 from fusedce.contract.checks import check_argmax_out
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
-from fusedce.contract.monitors import check_monitor, sums, wanted_for
-from fusedce.contract.problem import Problem
-from fusedce.contract.results import LossSum, MonitoredLossSum
+from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.results import MONITORS, LossSum, MonitoredLossSum
 from fusedce.contract.task import Shard, Task
 from fusedce.loss.sharded_problem import ready
 
@@ -106,8 +106,8 @@ def fused_ce(
         Products have the inputs' dtype and accumulate in float32; all else is float32 or better.
         Deterministic. Gradients are computed in the forward pass, chunk by chunk, three products of
         the head's size in all, so later writes into ``weight`` do not change them. With label
-        smoothing, "entropy" or "z_loss" monitored, a small budget, or a vocabulary sharded on a
-        CPU, backward computes the logits once more, a fourth product.
+        smoothing, "entropy" or "z_loss" monitored, a small budget, or a sharded vocabulary,
+        backward computes the logits once more, a fourth product.
 
         With no valid label ``loss_sum`` and all gradients are 0; the graph is still there. The
         hidden state of an ignored position is never read. A valid position whose logits hold NaN or
@@ -126,19 +126,21 @@ def checked_ce(
     monitor: Collection[str] = (),
     argmax_out: Tensor | None = None,
     shard: Shard | None = None,
+    tokens: Tokens | None = None,  # of each rank's own
 ) -> LossSum:
     """:func:`fused_ce` of arguments that are checked, cast and flattened."""
-    wanted = wanted_for(monitor, argmax=argmax_out is not None)
+    wanted = Wanted(
+        argmax=argmax_out is not None or "correct" in monitor,
+        entropy="entropy" in monitor,
+        lse="z_loss" in monitor,
+    )
     out, values = dispatch.loss_sum(Task(problem, wanted, shard=shard))
     if monitor:
-        found = sums(problem, monitor, *values)
-        if shard is not None:
-            total = dispatch.over_ranks(torch.stack(list(found.values())), shard)
-            found = dict(zip(found, total.unbind(), strict=True))
-        out = MonitoredLossSum.of(out, found)
+        out = MonitoredLossSum.of(out, _sums(problem, monitor, values))
     if argmax_out is not None and values.argmax is not None:
+        (argmax,) = (values.argmax,) if tokens is None else tokens.own(values.argmax)
         # now that labels, whose memory it may be, were read
-        argmax_out.copy_(values.argmax.view(argmax_out.shape))
+        argmax_out.copy_(argmax.view(argmax_out.shape))
     return out
 
 
@@ -153,7 +155,11 @@ def ce_as_given(
     """:func:`fused_ce` of arguments as they were given, of a whole vocabulary too."""
 
     def check(given: Problem) -> tuple[Problem, dict[str, Any]]:
-        check_monitor(monitor)
+        if isinstance(monitor, (str, Tensor)) or not isinstance(monitor, Collection):
+            raise TypeError(f"monitor must be a tuple of names out of {MONITORS}, got {monitor!r}")
+        for name in monitor:
+            if name not in MONITORS:
+                raise ValueError(f"monitor must hold names out of {MONITORS}, got {name!r}")
         beside = sorted(monitor)
         if argmax_out is not None:
             check_argmax_out(local_of(argmax_out), given.but(labels=local_of(given.labels)))
@@ -161,5 +167,23 @@ def ce_as_given(
         return given, {"monitor": ", ".join(beside)}
 
     placed = process_group, tokens_sharded, vocab_size
-    problem, shard = ready(problem, placed, SUM, check)
-    return checked_ce(problem, monitor, local_of(argmax_out), shard)
+    problem, shard, tokens = ready(problem, placed, SUM, check)
+    return checked_ce(problem, monitor, local_of(argmax_out), shard, tokens)
+
+
+def _sums(problem: Problem, monitor: Collection[str], of: dispatch.Monitored) -> dict[str, Tensor]:
+    """Monitored sums over all tokens, by name: ``()`` float64.
+
+    Tokens without loss have -1 in ``argmax``, and 0 in ``lse`` and ``entropy``.
+    """
+    found = {}
+    if "correct" in monitor and of.argmax is not None:
+        found["correct"] = ((of.argmax == problem.labels) & problem.valid()).sum().double()
+    if "entropy" in monitor and of.entropy is not None:
+        found["entropy"] = of.entropy.sum(dtype=torch.float64)
+    if "z_loss" in monitor and of.lse is not None:
+        z = problem.z_loss * of.lse.double().square()
+        if problem.token_weight is not None:
+            z = z * problem.token_weight
+        found["z_loss"] = z.masked_fill(~problem.valid(), 0).sum()
+    return found

@@ -7,6 +7,7 @@ from typing import Any, Literal, cast
 from torch import Tensor
 
 from fusedce.autograd import dispatch
+from fusedce.backends.shards.collectives import Tokens
 from fusedce.contract.divergence import Divergence, checked_divergence
 from fusedce.contract.explain import explains_names, takes_arguments_of
 from fusedce.contract.groups import local_of
@@ -96,7 +97,7 @@ def fused_kl(
         beyond rounding. A class whose logit is -inf for both takes no part; one that is -inf for
         the student alone makes "forward" infinite, and for the teacher alone "reverse".
     """
-    return dispatch.loss_sum(_asked(
+    task, _ = _asked(
         hidden, weight, teacher_hidden, teacher_weight, labels,
         divergence=divergence, beta=beta, temperature=temperature, ce_weight=ce_weight,
         bias=bias, teacher_bias=teacher_bias, softcap=softcap, teacher_softcap=teacher_softcap,
@@ -104,7 +105,8 @@ def fused_kl(
         ignore_index=ignore_index, token_weight=token_weight,
         chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
         process_group=process_group, tokens_sharded=tokens_sharded, vocab_size=vocab_size,
-    ))[0]  # fmt: skip
+    )  # fmt: skip
+    return dispatch.loss_sum(task)[0]
 
 
 @takes_arguments_of(fused_kl)
@@ -132,10 +134,10 @@ def fused_kl_tokens(
         >>> fused_kl_tokens(hidden, weight, hidden, weight).abs().max()
         tensor(0.)
     """
-    task = _asked(
+    task, tokens = _asked(
         hidden, weight, teacher_hidden, teacher_weight, labels, reduction="none", **options
     )
-    return dispatch.token_losses(task).view(local_of(hidden).shape[:-1])
+    return tokens.own(dispatch.token_losses(task))[0].view(local_of(hidden).shape[:-1])
 
 
 # Arguments that are not the student's, and the fields of `Divergence` that hold them.
@@ -156,7 +158,7 @@ def _asked(
     vocab_size: int | None = None,
     reduction: str = "sum",
     **options: Any,
-) -> Task:
+) -> tuple[Task, Tokens]:
     """Checked records of the arguments; without labels every position gets a valid one."""
     of_teacher = {_FIELDS[name]: options.pop(name) for name in _FIELDS if name in options}
     student = Problem(hidden, weight, cast(Tensor, labels), **options)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.backends.shards.agreement import ARGMAX, MEAN_LOGIT, STATISTICS
+from fusedce.backends.shards.agreement import ARGMAX, STATISTICS
 from fusedce.contract.checks import check_flag, check_number
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
@@ -124,16 +124,18 @@ def fused_logprobs(
 
     def check(given: Problem) -> tuple[Problem, dict[str, Any]]:
         check_flag("mean_logit", mean_logit)
-        return tempered(given, temperature), {}
+        return tempered(given, temperature), {"mean_logit": mean_logit}
 
     placed = process_group, tokens_sharded, vocab_size
-    problem, shard = ready(problem, placed, MEAN_LOGIT if mean_logit is True else STATISTICS, check)
+    problem, shard, tokens = ready(problem, placed, STATISTICS, check)
     wanted = Wanted(lse=True, entropy=True, argmax=True, zmean=mean_logit)
     logprob, stats = dispatch.token_stats(Task(problem, wanted, shard=shard))
     assert stats.argmax is not None
-    tokens, logprob = local_of(hidden).shape[:-1], logprob.view(local_of(labels).shape)
-    found = TokenStats(logprob, *(x.view(tokens) for x in (stats.entropy, stats.lse, stats.argmax)))
-    return TokenStatsAndMean(*found, stats.zmean.view(tokens)) if mean_logit else found
+    more = [stats.entropy, stats.lse, stats.argmax, *[stats.zmean][: int(mean_logit)]]
+    logprob, *more = tokens.own(logprob, *more)
+    logprob = logprob.view(local_of(labels).shape)
+    more = [x.view(local_of(hidden).shape[:-1]) for x in more]
+    return TokenStatsAndMean(logprob, *more) if mean_logit else TokenStats(logprob, *more)
 
 
 @explains_names
@@ -173,10 +175,10 @@ def fused_argmax(
         backend=backend,
     )  # fmt: skip
     placed = process_group, tokens_sharded, vocab_size
-    problem, shard = ready(problem, placed, ARGMAX, lambda given: (given, {}))
+    problem, shard, tokens = ready(problem, placed, ARGMAX, lambda given: (given, {}))
     argmax = dispatch.token_stats(Task(problem, Wanted(argmax=True), shard=shard))[1].argmax
     assert argmax is not None
-    return argmax.view(local_of(hidden).shape[:-1])
+    return tokens.own(argmax)[0].view(local_of(hidden).shape[:-1])
 
 
 def tempered(problem: Problem, temperature: float | Tensor) -> Problem:

@@ -64,11 +64,7 @@ def reference_ce(
     used = counted & (w != 0)
     hidden, given, w = hidden[used], given[used], w[used]
 
-    bias = None if bias is None else bias.to(dtype)
-    logits = F.linear(hidden, weight.to(dtype), bias).to(wide) * logit_scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-
+    logits = _logits(hidden, weight, bias, softcap, logit_scale)
     lse = torch.logsumexp(logits, dim=-1)
     given = given if labels.is_floating_point() else F.one_hot(given, V)
     target = (1 - label_smoothing) * given.to(wide) + label_smoothing / V  # (N, V)
@@ -130,15 +126,11 @@ def reference_kl(
     w = w.reshape(-1).to(wide)
     used = counted & (w != 0)
 
-    def logits(
-        h: Tensor, head: Tensor, b: Tensor | None, cap: float | None, scale: float
-    ) -> Tensor:
-        h = h.reshape(-1, h.shape[-1])[used].to(dtype)
-        z = F.linear(h, head.to(dtype), None if b is None else b.to(dtype)).to(wide) * scale
-        return z if cap is None else cap * torch.tanh(z / cap)
-
-    z = logits(hidden, weight, bias, softcap, logit_scale)
-    of_teacher = logits(
+    hidden, teacher_hidden = (
+        x.reshape(-1, x.shape[-1])[used].to(dtype) for x in (hidden, teacher_hidden)
+    )
+    z = _logits(hidden, weight, bias, softcap, logit_scale)
+    of_teacher = _logits(
         teacher_hidden, teacher_weight, teacher_bias, teacher_softcap, teacher_logit_scale
     ).detach()
     log_p = (of_teacher / temperature).log_softmax(-1)
@@ -161,3 +153,13 @@ def reference_kl(
     if ce_weight:
         losses = losses + ce_weight * F.cross_entropy(z, labels[used], reduction="none")
     return LossSum((w[used] * losses).sum(), counted.sum())
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, scale: float
+) -> Tensor:
+    """``(N, V)``: the product in the dtype of ``hidden``, what follows in float32 or better."""
+    dtype = hidden.dtype
+    z = F.linear(hidden, weight.to(dtype), None if bias is None else bias.to(dtype))
+    z = z.to(torch.promote_types(dtype, torch.float32)) * scale
+    return z if softcap is None else softcap * torch.tanh(z / softcap)

@@ -12,13 +12,13 @@ from torch import Tensor
 from fusedce.backends.choose import resolve_backend
 from fusedce.backends.shards.agreement import (
     DIVERGENCE,
-    MEAN_LOGIT,
     STATISTICS,
     agree,
     groups_of,
     layout_of,
     tell_peers_on_error,
 )
+from fusedce.backends.shards.collectives import Tokens
 from fusedce.contract.checks import (
     autocast,
     check_options,
@@ -36,6 +36,8 @@ from fusedce.contract.groups import is_dtensor, local_of
 from fusedce.contract.problem import Problem
 from fusedce.contract.task import Shard, Task
 
+Placed = tuple[Any, bool, int | None]  # process_group, tokens_sharded, vocab_size
+
 
 def is_sharded(weight: object, process_group: object) -> bool:
     """Whether the vocabulary is sharded: a group was given, or the weight is a ``DTensor``."""
@@ -49,17 +51,18 @@ def is_vocabulary_shard(x: Any) -> bool:
 
 def ready(
     problem: Problem,
-    placed: tuple[Any, bool, int | None],  # process_group, tokens_sharded, vocab_size
+    placed: Placed,
     function: str,
     check: Callable[[Problem], tuple[Problem, dict[str, Any]]],
-) -> tuple[Problem, Shard | None]:
-    """Check and flatten a problem; and find this rank's shard where the vocabulary is sharded.
+) -> tuple[Problem, Shard | None, Tokens]:
+    """Check and flatten a problem; where the vocabulary is sharded, find this rank's shard.
 
-    Labels ``(..., K)``, several classes of a token, become ``(N, K)``.
+    Labels ``(..., K)``, several classes of a token, become ``(N, K)``. On a sharded vocabulary the
+    problem returned has the tokens of all ranks, and of ``weight`` the rows that are classes.
 
     Args:
         problem: as given to the public function.
-        function: one of :data:`fusedce.backends.shards.agreement.FUNCTIONS`.
+        function: what :mod:`fusedce.backends.shards.agreement` calls it.
         check: makes the checks of the public function's own arguments, and returns the problem with
             those of its settings that all ranks must share; as ``monitor`` the names of the
             statistics and outputs that are asked for beside the loss.
@@ -67,7 +70,8 @@ def ready(
     Raises:
         TypeError, ValueError, RuntimeError: the same on all ranks that share the vocabulary.
 
-    Collectives, of a sharded vocabulary: see :func:`fusedce.backends.shards.agreement.agree`.
+    Collectives, of a sharded vocabulary: those of :func:`fusedce.backends.shards.agreement.agree`
+    and of :meth:`fusedce.backends.shards.collectives.Tokens.all_of`.
     """
     process_group, tokens_sharded, vocab_size = placed
     sharded = is_sharded(problem.weight, process_group)
@@ -81,7 +85,7 @@ def ready(
             given, groups, by_tokens = layout_of(given, process_group, tokens_sharded)
         given = autocast(given)
         labels = given.labels
-        several = function in (STATISTICS, MEAN_LOGIT) and has_several_classes(given)
+        several = function == STATISTICS and has_several_classes(given)
         if several:
             function = f"{function}, {labels.shape[-1]} classes each"
             given = given.but(labels=labels[..., 0])
@@ -104,12 +108,16 @@ def ready(
             used = flat.valid().any(1) if several else flat.valid()
             flat = flat.but(temperature=checked_temperature(flat.temperature, given.hidden, used))
     if not sharded:
-        return flat, None
-    shard = agree(
+        return flat, None, Tokens()
+    shard, tokens = agree(
         given.but(labels=labels), groups, tokens_sharded=by_tokens, vocab_size=vocab_size,
         **{"function": function, "monitor": "", **asked},
     )  # fmt: skip
-    return flat, shard
+    real = max(shard.V - shard.first, 0)
+    if real < len(flat.weight):  # the others are padding
+        bias = None if flat.bias is None else flat.bias[:real]
+        flat = flat.but(weight=flat.weight[:real], bias=bias)
+    return tokens.all_of(flat), shard, tokens
 
 
 def telling_peers(problem: Problem, process_group: Any) -> AbstractContextManager[None]:
@@ -120,10 +128,10 @@ def telling_peers(problem: Problem, process_group: Any) -> AbstractContextManage
 
 def divergence_task(
     problem: Problem,
-    placed: tuple[Any, bool, int | None],  # process_group, tokens_sharded, vocab_size
+    placed: Placed,
     reduction: str,
     checked: Callable[[Problem, bool], tuple[Problem, Divergence]],
-) -> Task:
+) -> tuple[Task, Tokens]:
     """The task of a divergence, which the torch backend computes on a sharded vocabulary.
 
     ``checked`` makes both records of this rank's tensors, and is told whether these are a shard's.
@@ -131,20 +139,27 @@ def divergence_task(
     if not is_sharded(problem.weight, placed[0]):
         check_placed(*placed[1:], sharded=False)
         problem, divergence = checked(problem, False)
-        return Task(problem, divergence=divergence)
-    with telling_peers(problem, placed[0]):
-        if problem.backend == "triton":
+        return Task(problem, divergence=divergence), Tokens()
+    found: list[Divergence] = []
+
+    def check(given: Problem) -> tuple[Problem, dict[str, Any]]:
+        if given.backend == "triton":
             raise RuntimeError(
                 "a divergence over a sharded vocabulary needs backend='torch', the Triton kernels "
                 "do not merge it over ranks"
             )
-        check_tensor_types(problem)
-        local = problem.but(**{name: local_of(x) for name, x in problem._asdict().items()})
-        divergence = checked(local, True)[1]
-        problem = problem.but(backend=problem.backend or "torch")
-        asked = {"reduction": reduction} | divergence.settings()
-    problem, shard = ready(problem, placed, DIVERGENCE, lambda given: (given, asked))
-    return Task(problem, divergence=divergence, shard=shard)
+        local = given.but(**{name: local_of(x) for name, x in given._asdict().items()})
+        found.append(checked(local, True)[1])
+        asked = {"reduction": reduction} | found[0].settings()
+        return given.but(backend=given.backend or "torch"), asked
+
+    problem, shard, tokens = ready(problem, placed, DIVERGENCE, check)
+    (divergence,), real = found, len(problem.weight)
+    hidden, weight, bias = divergence.hidden, divergence.weight, divergence.bias
+    if hidden is not None and weight is not None:
+        bias = None if bias is None else bias[:real]
+        divergence = divergence.but(hidden=tokens.gather(hidden), weight=weight[:real], bias=bias)
+    return Task(problem, divergence=divergence, shard=shard), tokens
 
 
 def no_labels(hidden: Any) -> Tensor:

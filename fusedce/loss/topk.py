@@ -11,7 +11,7 @@ from fusedce.backends.choose import resolve_backend
 from fusedce.backends.gradients import call_of
 from fusedce.backends.plan import ROW_MULTIPLE, tiles_of
 from fusedce.backends.shards.agreement import TOPK
-from fusedce.backends.shards.collectives import all_gather, all_tokens
+from fusedce.backends.shards.collectives import all_gather
 from fusedce.backends.torch.logit_tiles import Logits, tiles
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import blocks_of, valid_rows
@@ -109,26 +109,19 @@ def _found(
         return tempered(given, temperature), {"k": k, "differentiable": differentiable}
 
     hidden = problem.hidden
-    problem, shard = ready(problem, placed, TOPK, check)
-    tokens = local_of(hidden).shape[:-1]
+    problem, shard, tokens = ready(problem, placed, TOPK, check)
+    leading = local_of(hidden).shape[:-1]
     V = problem.weight.shape[0] if shard is None else shard.V
     if not 1 <= k <= V:
         raise ValueError(f"k must be in [1, V] with V={V} (from weight), got {k}")
     resolve_backend(problem.backend, problem.hidden)
     with torch.no_grad(), torch.autocast(problem.hidden.device.type, enabled=False):
-        logprob, index = _walk(folded(problem), k, shard)
-    return TopK(logprob.view(*tokens, k), index.view(*tokens, k))
+        found = tokens.own(*_walk(folded(problem), k, shard))
+    return TopK(*(x.view(*leading, k) for x in found))
 
 
 def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor]:
-    """``(N, k)`` log-probabilities and classes of this rank's tokens."""
-    N = len(problem.labels)
-    if shard is not None:
-        if shard.tokens is not None:
-            problem = all_tokens(problem, max(shard.tokens), shard.group)
-        real, bias = shard.real(problem), problem.bias
-        bias = None if bias is None else bias[:real]
-        problem = problem.but(weight=problem.weight[:real], bias=bias)
+    """``(N, k)`` log-probabilities and classes."""
     head, products = Projection.of(problem), Products.of(problem.hidden)
     V, logits = len(problem.weight), Logits(head, products)
     top = problem.hidden.new_full((len(problem.labels), k), -torch.inf, dtype=head.acc)
@@ -160,7 +153,6 @@ def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor
         top[block], at[block], others[block] = best, classes, rest
     if shard is not None:
         top, at, others = _over_ranks(top, at + shard.first, others, shard)
-        top, at, others = (shard.own(x, N) for x in (top, at, others))
     # The likeliest is exact at p -> 1; the rest, none beyond 1/2, follow from differences.
     wide = top.double()
     likeliest = -(others - wide[:, 0]).exp().log1p()

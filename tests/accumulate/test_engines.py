@@ -6,7 +6,6 @@ window short.
 
 import contextlib
 import functools
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -168,22 +167,18 @@ def test_samples_that_fill_up_are_counted_once(rank):
     engine, weight = accelerator(rank), new_weight().detach()
     for masked in (True, False):
         acc = LossAccumulator.from_accelerator(engine)
-        with warnings.catch_warnings(record=True) as caught, torch.no_grad():
-            warnings.simplefilter("always")
-            for batch in engine.prepare(DataLoader(samples(), batch_size=2)):
-                if masked:
-                    batch = acc.without_repeats(batch)
-                acc.add(fused_ce(batch["hidden"], weight, batch["labels"]))
-        said = [str(w.message) for w in caught if "counted twice" in str(w.message)]
+        for batch in engine.prepare(DataLoader(samples(), batch_size=2)):
+            if masked:
+                batch = acc.without_repeats(batch)
+            acc.add(fused_ce(batch["hidden"], weight, batch["labels"]))
         metrics = acc.metrics()
         if masked:
             rows = default_collate(samples())
             exact = float(fused_ce(rows["hidden"], weight, rows["labels"]).mean())
-            assert (metrics["n_tokens"], said) == (sum(ROWS), [])
+            assert metrics["n_tokens"] == sum(ROWS)
             assert metrics["loss"] == pytest.approx(exact, rel=STATISTIC)
         else:
             assert metrics["n_tokens"] > sum(ROWS)
-            assert "acc.without_repeats(batch)" in said[0]
 
 
 def test_one_process_repeats_nothing():

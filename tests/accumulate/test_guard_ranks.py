@@ -1,18 +1,15 @@
-"""Mistakes that only ranks can make: with pipelines, replicas, sharded heads, DDP and FSDP."""
+"""Mistakes that only ranks can make: with pipelines, sharded heads and FSDP."""
 
 import copy
 import functools
 import itertools
-import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from support import parallel, ranks
 from support.bounds import SAME_MODEL, SAME_SUMS
-from support.loops import H, V, batches, distance, new_weight, windowed
+from support.loops import distance, windowed
 from support.versions import FSDP2_MEAN
-from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import (
@@ -21,11 +18,8 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
-from fusedce import LossAccumulator, fused_ce
+from fusedce import LossAccumulator
 
 
 def sgd(parameters):
@@ -90,74 +84,7 @@ def test_a_guarded_pipeline_is_right_or_refused_on_all_stages_where_it_divides_g
     assert first == last
 
 
-# ---- ranks that hold the same tokens ------------------------------------------------------------
-
-
-class Split(torch.nn.Module):
-    """Two layers that tensor parallelism divides, and a head that it does not."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.up, self.down = torch.nn.Linear(H, 4 * H), torch.nn.Linear(4 * H, H)
-        self.head = torch.nn.Linear(H, V, bias=False)
-
-    def forward(self, hidden, labels):
-        hidden = self.down(torch.tanh(self.up(hidden)))
-        return fused_ce(hidden, self.head.weight, labels)
-
-
-on_two_ranks = ranks.together()
-
-
-@on_two_ranks
-def test_ranks_that_hold_the_same_tokens_are_refused(rank):
-    """A model split over two ranks, counted twice or once."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
-    for acc, right in (
-        (LossAccumulator(), False), (LossAccumulator.from_mesh(mesh, []), True),
-    ):  # fmt: skip
-        model = Split()
-        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        acc.guard(sgd(model.parameters()), model)
-
-        def loop(acc=acc, model=model):
-            for step in range(2):
-                model.zero_grad()
-                for one in batches([3, 5], step):
-                    acc.backward(model(*one))
-                acc.finish(model.parameters())
-
-        if right:
-            loop()
-            assert acc.metrics()["n_tokens"] == 16
-        else:
-            with pytest.raises(RuntimeError, match=SAME_TOKENS):
-                loop()
-            acc.discard_window()
-
-
-SAME_TOKENS = r"^ranks \[0, 1\] of this accumulator hold the same tokens.*from_mesh"
-
-
-@on_two_ranks
-def test_layers_divided_over_ranks_with_tokens_of_their_own_are_right(rank):
-    """Though equally many."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-    expert = torch.nn.Parameter(distribute_tensor(torch.ones(2, H), mesh, [Shard(0)]))
-    weight = torch.nn.Parameter(torch.zeros(V, H))  # all tokens cost log(V) at first
-    acc, optimizer = LossAccumulator(), sgd([expert, weight])
-    acc.guard(optimizer)
-    for step in range(3):
-        for hidden, labels in batches([3, 5], 10 * step + rank):
-            acc.backward(fused_ce(hidden * expert.to_local().mean(), weight, labels))
-        acc.finish([expert, weight])
-        optimizer.step()
-        optimizer.zero_grad()
-    assert acc.metrics()["n_tokens"] == 3 * 16
-
-
-# ---- DDP, FSDP1 and FSDP2 -----------------------------------------------------------------------
+# ---- FSDP1 and FSDP2 -----------------------------------------------------------------------
 
 
 def micro_of(rank):
@@ -177,6 +104,7 @@ def error_of(acc, model, rank, streaming, call):
 
 
 EITHER = (False, True)
+on_two_ranks = ranks.together()
 
 
 @on_two_ranks  # before FSDP2: where that is in use, no parameters are read from a loss's graph
@@ -207,82 +135,6 @@ def test_the_gradients_of_fsdp1_are_watched(rank):
         error = ranks.error_of(loop)
         assert (words[mistake] or "") in (error or ""), (guarded, original, mistake)
         assert (error is None) == (mistake == ""), error
-
-
-@on_two_ranks
-def test_a_loss_outside_of_ddps_forward_is_refused_under_the_guard(rank):
-    """The loss is computed by the module inside of DDP, so DDP reduces nothing."""
-    for guarded in EITHER:
-        model, acc = DistributedDataParallel(parallel.Model()), LossAccumulator()
-        optimizer = sgd(model.parameters())
-        if guarded:
-            acc.guard(optimizer, model)
-        for call, streaming in itertools.product((model.module, model), EITHER):
-            error = error_of(acc, model, rank, streaming, call)
-            words = "DDP has not reduced the gradients of this window over its ranks"
-            assert (words in (error or "")) == (guarded and call is model.module)
-            acc.discard_window()
-            model.zero_grad()
-
-
-@on_two_ranks
-def test_join_is_refused_in_words(rank):
-    """With and without a model that the accumulator guards."""
-    one = parallel.micro_batches(0, rank)[0]
-    words = (
-        "(?s)Join lets a rank leave while others train on.*micro-batches whose labels are all ig"
-    )
-    for guarded in EITHER:
-        model, acc = DistributedDataParallel(parallel.Model()), LossAccumulator()
-        if guarded:
-            acc.guard(sgd(model.parameters()), model)
-        for declared in (True, False):
-            with pytest.raises(RuntimeError, match=words), Join([model]):
-                acc.window([1]).__enter__() if declared else acc.backward(model(*one))
-        acc.discard_window()
-        Join([model], enable=False)  # as the message says: a Join that is over leaves its mark
-        acc.backward(model(*one))
-        assert acc.finish(model.parameters())
-
-
-@on_two_ranks
-def test_ranks_of_fsdp2_that_train_on_the_same_batch_are_no_replicas(rank):
-    """As one does to try a loop."""
-    model, acc = fully_shard(Split()), LossAccumulator()
-    acc.guard(optimizer := sgd(model.parameters()), model)
-    for _ in range(3):
-        acc.backward(model(*batches([5])[0]))
-        acc.finish(model.parameters())
-        optimizer.zero_grad()
-    assert acc.metrics()["n_tokens"] == 3 * 10
-
-
-@on_two_ranks  # last: ranks that have shared a vocabulary are looked at ever after
-def test_a_sharded_vocabulary_counts_its_tokens_once(rank):
-    """Its ranks must hold the same hidden states."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    weight = new_weight().detach().chunk(2)[rank].clone().requires_grad_()
-    hidden, labels = batches([5])[0]
-
-    def error_of(acc, hidden):
-        acc.guard(sgd([weight]))
-
-        def loop():
-            for _ in range(2):
-                weight.grad = None
-                acc.backward(fused_ce(hidden, weight, labels, process_group=dist.group.WORLD))
-                acc.finish([weight])
-
-        error = ranks.error_of(loop)
-        acc.discard_window()
-        return error
-
-    once = functools.partial(LossAccumulator.from_mesh, mesh, [], grad_reduction="sum")
-    assert error_of(once(), hidden) is None
-    other = error_of(once(), hidden.roll(rank, 0))
-    assert "hidden must be the same on all ranks that share the vocabulary" in other
-    twice = error_of(LossAccumulator(grad_reduction="sum"), hidden)
-    assert re.search(SAME_TOKENS, twice.removeprefix("RuntimeError: "))
 
 
 def assert_exact(model):

@@ -14,7 +14,7 @@ from support.bounds import EXACT
 from support.engines import accelerator
 from support.loops import batches, new_weight, run_streaming, run_window
 
-from fusedce import LossAccumulator
+from fusedce import LossAccumulator, fused_ce
 
 
 def trained(rank, world):
@@ -149,16 +149,32 @@ def test_a_copy_goes_on_by_itself(copied):
         copied(acc)
 
 
-def test_a_process_group_is_not_pickled():
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        acc = LossAccumulator(dist.group.WORLD)
-        assert copy.deepcopy(acc).state_dict() == acc.state_dict()
-        with pytest.raises(TypeError, match="process group cannot be pickled"):
-            pickle.dumps(acc)
-    finally:
-        dist.destroy_process_group()
+@pytest.fixture
+def world():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_process_group_is_not_pickled(world):
+    acc = LossAccumulator(world)
+    assert copy.deepcopy(acc).state_dict() == acc.state_dict()
+    with pytest.raises(TypeError, match="process group cannot be pickled"):
+        pickle.dumps(acc)
+
+
+def test_a_process_group_that_is_gone_is_named(world):
+    group = dist.new_group([0])
+    acc, (hidden, labels) = LossAccumulator(group), batches([3])[0]
+    dist.destroy_process_group(group)
+    for use in (
+        lambda: acc.window([1]).__enter__(),
+        lambda: LossAccumulator(group).metrics(),
+        lambda: fused_ce(hidden, new_weight(), labels, process_group=group),
+    ):
+        with pytest.raises(RuntimeError, match="process_group is gone: destroy_process_group"):
+            use()
 
 
 def test_it_says_what_it_is():

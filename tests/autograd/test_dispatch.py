@@ -6,8 +6,6 @@ import torch
 import fusedce
 from fusedce.autograd import dispatch, sums, tokens
 from fusedce.backends.choose import get_backend
-from fusedce.contract.problem import Problem
-from fusedce.contract.task import Task
 
 
 @pytest.fixture
@@ -63,15 +61,3 @@ def test_argmax_comes_from_the_one_pass_there_is(inputs, grad, monkeypatch):
     hidden, weight, _ = inputs
     assert argmax.equal((hidden @ weight.T).argmax(-1))
     assert argmax.equal(strided)
-
-
-@pytest.mark.parametrize("upstream", [1.0, 0.125, 0.3])
-@pytest.mark.parametrize("expected", [None, 0.125, 3.0])
-def test_another_upstream_factor_than_expected_is_right_as_well(inputs, upstream, expected):
-    hidden, weight, labels = inputs
-    factor = None if expected is None else torch.tensor(expected)
-    problem = Problem(hidden, weight, labels, expected_upstream=factor)
-    out, _ = dispatch.loss_sum(Task(problem))
-    got = torch.autograd.grad(out.loss_sum * upstream, (hidden, weight))
-    exact = fusedce.reference_ce(hidden, weight, labels).loss_sum * upstream
-    torch.testing.assert_close(got, torch.autograd.grad(exact, (hidden, weight)))

@@ -57,35 +57,6 @@ def test_a_missing_extra_is_named():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
-def test_the_layout_of_a_kernel_repository_loads(tmp_path):
-    """Import the variant's file under another name, as Hugging Face's `kernels` does."""
-    pytest.importorskip("tomllib", reason="the layout is written with Python 3.11 or newer")
-    script = ROOT / ".ci" / "hub_kernel.py"
-    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    variants = sorted(p.name for p in (tmp_path / "build").iterdir())
-    assert variants == ["torch-cpu", "torch-cuda", "torch-rocm", "torch-xpu"]
-    variant = tmp_path / "build" / "torch-cpu"
-    metadata = json.loads((variant / "metadata.json").read_text())
-    assert metadata["backend"] == {"type": "cpu"}
-    load = f"""
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location({metadata["id"]!r}, {str(variant / "__init__.py")!r})
-loss = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(loss)
-import torch, fusedce.kernels.walk
-assert fusedce.__file__.startswith({str(variant)!r}), fusedce.__file__
-assert fusedce.kernels.walk.__file__.startswith({str(variant)!r})
-print(loss.fused_ce(torch.zeros(3, 4), torch.zeros(7, 4), torch.tensor([1, -100, 6])).n_valid)
-"""
-    done = run(load)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "tensor(2)\n"
-    done = run(f"import fusedce; fusedce.__version__ = '0.0'\n{load}")
-    assert "fusedce 0.0 is already imported" in done.stderr
-
-
 def test_extras_are_named_in_the_install_page():
     extras = re.search(r"\[project.optional-dependencies\]\n(.*?)\n\n",
                        (ROOT / "pyproject.toml").read_text(), re.DOTALL)[1]  # fmt: skip

@@ -35,11 +35,15 @@ def test_triton_refuses_fp64_with_the_reason():
         fused_ce(**double, backend="triton")
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64],
+)
 def test_the_layers_below_get_weights_in_float32_or_better(dtype):
     """One kernel for all masks, not one for each dtype of a mask."""
-    N, V = len(GOOD["labels"]), len(GOOD["weight"])
-    weights = {"token_weight": torch.ones(N, dtype=dtype), "class_weight": torch.ones(V).to(dtype)}
-    problem = checked(Problem(**GOOD, **weights))
+    masks = (torch.tensor([1, 0, 1, 0]), torch.arange(10) % 2)  # of tokens, of classes
+    token_weight, class_weight = (x.to(dtype) for x in masks)
+    problem = checked(Problem(**GOOD, token_weight=token_weight, class_weight=class_weight))
     kept = torch.float64 if dtype == torch.float64 else torch.float32
-    assert (problem.token_weight.dtype, problem.class_weight.dtype) == (kept, kept)
+    for x, mask in zip((problem.token_weight, problem.class_weight), masks, strict=True):
+        torch.testing.assert_close(x, mask.to(kept), rtol=0, atol=0)

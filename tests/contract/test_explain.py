@@ -99,18 +99,6 @@ def test_a_common_mistake_gets_its_remedy(function, name):
         mistake(function, *inputs(2, 5))
 
 
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ({"reduction": "mean"}, r"use fused_ce\(\.\.\.\)\.mean\(\), or fused_cross_entropy\("),
-        ({"class_weight": torch.ones(V)}, r"use fused_cross_entropy\(\.\.\., class_weight="),
-    ],
-)
-def test_an_option_of_the_other_function_is_pointed_to(option, words):
-    with pytest.raises(TypeError, match=words):
-        fused_ce(*inputs(2, 5), **option)
-
-
 @pytest.mark.parametrize("function", [fused_ce, fused_logprobs])
 def test_labels_that_are_probabilities_are_another_functions(function):
     hidden, weight, _ = inputs(4)
@@ -134,45 +122,6 @@ def test_a_bad_label_is_named_with_its_own_value(backend, value):
     for function in FUNCTIONS:
         with pytest.raises(ValueError, match=f"got {value} at flattened position 2"):
             function(hidden, weight, labels, backend=backend)
-
-
-# ---- masks, and labels that all count --------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.float64]
-)
-def test_token_weights_of_any_dtype(backend, dtype):
-    hidden, weight, labels = inputs(6)
-    mask = torch.tensor([1, 0, 1, 1, 0, 1])
-    expected = fused_ce(hidden, weight, labels, token_weight=mask.float()).loss_sum
-    loss = fused_ce(hidden, weight, labels, token_weight=mask.to(dtype), backend=backend).loss_sum
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(
-        torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight))
-    )
-    each = fused_cross_entropy(
-        hidden, weight, labels, reduction="none", token_weight=mask.to(dtype), backend=backend
-    )
-    assert each[mask == 0].eq(0).all()
-    torch.testing.assert_close(each.sum(), expected)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_class_weights_of_any_dtype(backend):
-    hidden, weight, labels = inputs(6)
-    c = torch.arange(V) % 3 * 6000  # whose sum leaves fp16
-    for dtype in (torch.int64, torch.float16):
-        torch.testing.assert_close(
-            fused_cross_entropy(
-                hidden, weight, labels, class_weight=c.to(dtype), label_smoothing=0.1,
-                backend=backend,
-            ),
-            torch.nn.functional.cross_entropy(
-                hidden @ weight.T, labels, c.float(), label_smoothing=0.1
-            ),
-        )  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

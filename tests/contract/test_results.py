@@ -1,5 +1,7 @@
 """A LossSum behaves as a sum; using it as a loss tensor is an error that says how to get one."""
 
+import math
+
 import pytest
 import torch
 from torch.utils import _pytree
@@ -72,8 +74,19 @@ def test_it_is_still_a_tuple_of_two():
     assert isinstance(_pytree.tree_unflatten(leaves, spec), LossSum)
 
 
-@pytest.mark.parametrize("n", [-1, -0.5])
-def test_a_negative_denominator_is_refused_as_number_and_as_tensor(n):
-    for denominator in (n, torch.tensor(n), torch.tensor([n])):
-        with pytest.raises(ValueError, match=f"denominator must be at least 0 .*got {n}"):
-            a_sum(6, 3).mean(denominator)
+def test_a_denominator_is_a_number_and_never_0():
+    out = a_sum(6, 3)
+    for number in (None, 0, 0.0, torch.tensor(0), torch.tensor([0.0])):
+        assert out.mean(number) == 2
+    for number in (0.5, torch.tensor(0.5)):
+        assert out.mean(number) == 6
+    assert out.mean(torch.tensor(20)) == out.mean(20) == out.loss_sum / 20
+    for n in (-1, -0.5):
+        for denominator in (n, torch.tensor(n), torch.tensor([n])):
+            with pytest.raises(ValueError, match=f"denominator must be at least 0 .*got {n}"):
+                out.mean(denominator)
+    for n in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="denominator must be"):
+            out.mean(n)
+    with pytest.raises(TypeError, match="denominator must be a number, got str"):
+        out.mean("a")

@@ -132,16 +132,15 @@ def test_a_student_comes_near_its_teacher(stored):
 
 
 @pytest.mark.slow
-def test_the_demo_runs_and_estimates(tmp_path):
+def test_the_demo_runs(tmp_path):
     """A demo of few sequences shows the same as the full one."""
     script = [sys.executable, EXAMPLES / "demo.py", "--quick", "--out", tmp_path]
     done = subprocess.run(script, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "demo.json").read_text())
     assert found["problem"] is None
-    assert found["cost"]["extra_bytes"]["fused_ce"] < found["cost"]["extra_bytes"]["eager"] / 2
     assert (tmp_path / "demo.png").exists()
-    assert "s in all, from one step timed here" in done.stdout
+    assert "OK: with LossAccumulator" in done.stdout
 
 
 def test_the_demo_fails_where_the_accumulator_leaves_the_batch():

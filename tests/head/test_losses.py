@@ -1,6 +1,6 @@
 """Losses of lazy logits: which are fused, which take real logits, which are observed."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -116,16 +116,13 @@ def test_an_observer_is_of_its_thread_alone():
     """A model that is evaluated in another thread keeps its own denominator, and is not counted."""
     model = replace_loss_head(plain_model())
     x, y = tokens(3, 5), tokens(3, 5, seed=1)
-    found = []
-    with LossObserver(torch.tensor(3.0)) as observer:
-        thread = threading.Thread(target=lambda: found.append(ce(model(x), y)))
-        thread.start()
-        thread.join()
+    with LossObserver(torch.tensor(3.0)) as observer, ThreadPoolExecutor(1) as pool:
+        there = pool.submit(lambda: ce(model(x), y)).result()
         assert not observer.losses
         here = ce(model(x), y)
         assert len(observer.losses) == 1
-    torch.testing.assert_close(found[0], ce(plain_model()(x), y))
-    torch.testing.assert_close(here * 3, found[0] * 15)
+    torch.testing.assert_close(there, ce(plain_model()(x), y))
+    torch.testing.assert_close(here * 3, there * 15)
 
 
 def test_an_observer_holds_what_it_monitors():

@@ -126,18 +126,16 @@ def without_logits(case, rank):
         return case(rank)
 
 
-@functools.cache
-def results(world):
-    cases = CASES | REFUSED if world == 2 else {"hsdp": hsdp}
-    return ranks.run(
-        {k: functools.partial(without_logits, case) for k, case in cases.items()}, world
-    )
+found_of = {
+    world: ranks.shared({x: functools.partial(without_logits, f) for x, f in cases.items()}, world)
+    for world, cases in ((2, CASES | REFUSED), (4, {"hsdp": hsdp}))
+}
 
 
 @pytest.mark.parametrize("name", marked([*CASES, "hsdp"], FSDP2_MEAN, "fsdp,"))
 def test_equals_one_process(name):
     expected = two_steps(llama(tie_word_embeddings="tied" in name), None)
-    for losses, parameters in ranks.of(results(4 if name == "hsdp" else 2), name):
+    for losses, parameters in found_of[4 if name == "hsdp" else 2](name):
         torch.testing.assert_close(losses, expected[0], rtol=STATISTIC, atol=0)
         same = {k: v for k, v in expected[1].items() if k in parameters}
         same_model(parameters, same)
@@ -145,7 +143,7 @@ def test_equals_one_process(name):
 
 @pytest.mark.parametrize("original", REFUSED)
 def test_a_head_that_is_a_unit_of_fsdp1_is_refused_in_words(original):
-    for error in ranks.of(results(2), original):
+    for error in found_of[2](original):
         assert "FSDP1 (FullyShardedDataParallel) shards it as a unit" in error
 
 
@@ -161,11 +159,14 @@ def fsdp_of(units):
     return replace_loss_head(fully_shard(sharded))
 
 
-def alone(rank, look):
-    """The error or ``None`` of a look on rank 0 alone, and its seconds."""
-    result = ranks.timed(look) if rank == 0 else None
+def assert_alone(rank, look, words=None):
+    """On rank 0 alone, a look is right, or an error of these words at once."""
+    if rank == 0:
+        error, seconds = ranks.timed(look)
+        assert (words or "") in (error or "")
+        assert (error is None) == (words is None)
+        assert seconds < ranks.SOON
     dist.barrier()
-    return result
 
 
 def is_right(z):
@@ -174,59 +175,42 @@ def is_right(z):
     torch.testing.assert_close(z.detach() + 0, expected)
 
 
-def own_unit(rank):
+on_two_ranks = ranks.together()
+
+
+@pytest.mark.slow
+@on_two_ranks
+def test_a_look_alone_at_a_head_of_its_own_unit(rank):
     sharded = fsdp_of(["lm_head"])
     z = sharded(**rows()).logits
-    refused = alone(rank, lambda: z.argmax(-1))
+    assert_alone(rank, lambda: z.argmax(-1), "set_reshard_after_forward(False)")
     sharded.lm_head.unshard()
-    return refused, alone(rank, lambda: is_right(z))
-
-
-def kept_weight(rank):
+    assert_alone(rank, lambda: is_right(z))
     sharded = fsdp_of(["lm_head"])
     sharded.lm_head.set_reshard_after_forward(False)
     z = sharded(**rows()).logits
-    return None, alone(rank, lambda: is_right(z))
+    assert_alone(rank, lambda: is_right(z))
 
 
-def root_after_backward(rank):
+@pytest.mark.slow
+@on_two_ranks
+def test_a_look_alone_after_backward(rank):
     sharded = fsdp_of([])
     before = sharded(**rows())
-    right = alone(rank, lambda: is_right(before.logits))
+    assert_alone(rank, lambda: is_right(before.logits))
     late = sharded(**rows())
     late.loss.backward()
     torch.optim.SGD(sharded.parameters(), 0.0).step()
-    return alone(rank, lambda: late.logits.argmax(-1)), right
+    assert_alone(rank, lambda: late.logits.argmax(-1), "has changed")
 
 
-def generated(model):
+@pytest.mark.slow
+@on_two_ranks
+def test_generation_of_a_sharded_head(rank):
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():
-        return model.eval().generate(rows()["input_ids"], **options)
-
-
-LOOKS = {f.__name__: f for f in (own_unit, kept_weight, root_after_backward)}
-
-
-@functools.cache
-def looks():
-    return ranks.run(LOOKS | {"generation": lambda rank: generated(fsdp_of(["lm_head"]))})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LOOKS)
-def test_a_look_alone_is_right_or_refused_at_once(name):
-    refused, right = ranks.of(looks(), name)[0]
-    assert right[0] is None, right
-    if refused is not None:
-        error, seconds = refused
-        assert "wait for the others" in error or "has changed" in error
-        assert seconds < ranks.SOON
-    if name == "own_unit":
-        assert "set_reshard_after_forward(False)" in refused[0]
-
-
-@pytest.mark.slow
-def test_generation_of_a_sharded_head():
-    for found in ranks.of(looks(), "generation"):
-        assert torch.equal(found, generated(llama()))
+        found, expected = (
+            model.eval().generate(rows()["input_ids"], **options)
+            for model in (fsdp_of(["lm_head"]), llama())
+        )
+    assert torch.equal(found, expected)

@@ -169,25 +169,21 @@ def with_fsdp(unit, rank):
 
 
 CASES = {name: functools.partial(equal, name) for name in LOSSES | LOOKS} | {"looks": looks}
-OF_FOUR = {
-    "fsdp, head in the root": functools.partial(with_fsdp, False),
-    "fsdp, head a unit": functools.partial(with_fsdp, True),
-}
-
-
-@functools.cache
-def results(world):
-    folder()
-    return ranks.run(CASES if world == 2 else OF_FOUR, world)
+on_two, on_four = (
+    ranks.shared(CASES), ranks.shared({x: functools.partial(with_fsdp, x) for x in (0, 1)}, 4)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_model_on_one_rank(name):
-    a, b = ranks.of(results(2), name)
+    folder()
+    a, b = on_two(name)
     assert a == b
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OF_FOUR)
-def test_with_fsdp2_around_it(name):
-    assert ranks.of(results(4), name) == [1, 1, 1, 1]
+@pytest.mark.parametrize("unit", [0, 1])
+def test_with_fsdp2_around_it(unit):
+    """The head is in the root, or a unit of its own."""
+    folder()
+    assert on_four(unit) == [1, 1, 1, 1]

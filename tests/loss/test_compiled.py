@@ -11,6 +11,8 @@ from fusedce import (
     fused_argmax,
     fused_ce,
     fused_cross_entropy,
+    fused_kl,
+    fused_kl_tokens,
     fused_logprobs,
     shift_labels,
 )
@@ -33,6 +35,12 @@ def statistics(h, w, y, **options):
 def weighted(h, w, y, **options):
     token_weight = y.float() + 0.5
     return fused_ce(h, w, y, token_weight=token_weight, z_loss=0.1, **options).loss_sum
+
+
+def monitored(h, w, y, **options):
+    names = ("correct", "entropy", "z_loss")
+    out = fused_ce(h, w, y, monitor=names, z_loss=0.1, **options)
+    return out.loss_sum + sum(out.monitors.values())
 
 
 def losses(h, w, y, **options):
@@ -64,7 +72,16 @@ FUNCTIONS = {
     "probabilities": lambda h, w, y, **o: fused_cross_entropy(
         h, w, torch.nn.functional.one_hot(y, V).to(h.dtype), **o
     ),
-    "monitored": lambda h, w, y, **o: fused_ce(h, w, y, monitor=("entropy",), **o).loss_sum,
+    "probabilities of tokens": lambda h, w, y, **o: fused_cross_entropy(
+        h, w, torch.nn.functional.one_hot(y, V).to(h.dtype), reduction="none", **o
+    ).sum(),
+    "divergence": lambda h, w, y, **o: fused_kl(
+        h, w, h.detach() + 1, w.detach(), y, temperature=2.0, **o
+    ).mean(),
+    "divergences": lambda h, w, y, **o: fused_kl_tokens(
+        h, w, h.detach() + 1, w.detach(), y, divergence="jsd", **o
+    ).sum(),
+    "monitored": monitored,
     "shift": lambda h, w, y, **o: shift_labels(y).sum() + count_valid(y),
 }
 VARIANTS = [(name, "torch") for name in FUNCTIONS] + [

@@ -5,13 +5,14 @@
 
 import math
 import statistics
-import types
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.bounds import STATISTIC
+from support.oracle import finished_logits, token_stats
 from support.params import QUICK_ON_TORCH
 
 import fusedce
@@ -46,14 +47,9 @@ def draw(logits="flat", shared=0.0, size=SIZES["torch"], seed=0):
     return hidden, weight, bias, labels, rng
 
 
-def of_eager(h, w, b, scale=1.0, softcap=None):
-    z = F.linear(h, w, b).to(torch.promote_types(h.dtype, torch.float32)) * scale
-    return z if softcap is None else softcap * torch.tanh(z / softcap)
-
-
 def eager_ce(h, w, b, y, *, z_loss=0.0, logit_scale=1.0, softcap=None, token_weight=1.0,
              class_weight=None, label_smoothing=0.0):  # fmt: skip
-    z = of_eager(h, w, b, logit_scale, softcap)
+    z = finished_logits(h, w, b, softcap, logit_scale)
     c = None if class_weight is None else class_weight.to(z)
     loss = F.cross_entropy(z, y, weight=c, label_smoothing=label_smoothing, reduction="none")
     loss = (loss + z_loss * z.logsumexp(1) ** 2) * torch.as_tensor(token_weight).to(z)
@@ -61,8 +57,8 @@ def eager_ce(h, w, b, y, *, z_loss=0.0, logit_scale=1.0, softcap=None, token_wei
 
 
 def eager_kl(h, w, b, th, divergence):
-    p = of_eager(th.to(h.dtype), w.detach(), b.detach()).log_softmax(1)
-    q = of_eager(h, w, b).log_softmax(1)
+    p = finished_logits(th.to(h.dtype), w.detach(), b.detach()).log_softmax(1)
+    q = finished_logits(h, w, b).log_softmax(1)
     m = torch.logaddexp(p, q) - math.log(2)
     pairs = {"forward": [(q, p)], "reverse": [(p, q)], "jsd": [(m, p), (m, q)]}[divergence]
     parts = [F.kl_div(x, y, log_target=True, reduction="sum") for x, y in pairs]
@@ -84,53 +80,38 @@ def losses(y, V, H, rng):
         "z_loss, logit_scale": {"z_loss": 1e-3, "logit_scale": 0.7},
         "several chunks": {"chunk_tokens": N // 3},
     }
+
+    def cross_entropy(h, w, b, **options):
+        return fused_cross_entropy(h, w, y, bias=b, **options)
+
     for name, given in options.items():
         of_all = {k: x for k, x in given.items() if k != "chunk_tokens"}
-        yield (
-            name,
-            lambda *x, backend, given=given: fused_cross_entropy(
-                *x[:2], y, bias=x[2], backend=backend, **given
-            ),
-            lambda *x, given=of_all: eager_ce(*x, y, **given),
-        )
+        yield name, partial(cross_entropy, **given), partial(eager_ce, y=y, **of_all)
     u, several = torch.rand(N, generator=rng) / N, torch.randint(V, (N, 8), generator=rng)
     several[:, 0] = y
     of_several = torch.rand(N, 8, generator=rng) / N
-    for name, given, t, at in (
-        ("log-probabilities", y, 1.0, u),
-        ("log-probabilities, temperature", y, 0.7, u),
-        ("labels (..., K)", several, 1.0, of_several),
+
+    def statistic(stats, h, w, b, *, name, labels, factors, **options):
+        return (getattr(stats(h, w, labels, bias=b, **options), name) * factors).sum()
+
+    for name, given in (
+        ("log-probabilities", {"name": "logprob"}),
+        ("log-probabilities, temperature", {"name": "logprob", "temperature": 0.7}),
+        ("labels (..., K)", {"name": "logprob", "labels": several, "factors": of_several}),
+        ("entropy", {"name": "entropy"}),
+        ("lse", {"name": "lse"}),
     ):
-        yield (
-            name,
-            lambda *x, backend, g=given, t=t, at=at: (
-                fused_logprobs(*x[:2], g, bias=x[2], temperature=t, backend=backend).logprob * at
-            ).sum(),
-            lambda *x, g=given, t=t, at=at: (
-                (of_eager(*x) / t).log_softmax(1).gather(1, g.view(N, -1)) * at.view(N, -1)
-            ).sum(),
-        )
-    for name, of in (
-        ("entropy", lambda z: torch.distributions.Categorical(logits=z).entropy()),
-        ("lse", lambda z: z.logsumexp(1)),
-    ):
-        yield (
-            name,
-            lambda *x, backend, name=name: (
-                getattr(fused_logprobs(*x[:2], y, bias=x[2], backend=backend), name) * u
-            ).sum(),
-            lambda *x, of=of: (of(of_eager(*x)) * u).sum(),
-        )
+        given = {"labels": y, "factors": u} | given
+        yield name, *(partial(statistic, x, **given) for x in (fused_logprobs, token_stats))
     th = torch.randn(N, H, generator=rng).bfloat16()
+
+    def divergence(h, w, b, **options):
+        teacher = {"teacher_weight": w.detach(), "teacher_bias": b.detach()}
+        return fused_kl(h, w, th.to(h.dtype), labels=y, bias=b, **teacher, **options).mean()
+
     for kind in ("forward", "reverse", "jsd"):
-        yield (
-            f"fused_kl, {kind}",
-            lambda *x, backend, kind=kind: fused_kl(
-                *x[:2], th.to(x[0].dtype), x[1].detach(), y, bias=x[2], teacher_bias=x[2].detach(),
-                divergence=kind, backend=backend,
-            ).mean(),
-            lambda *x, kind=kind: eager_kl(*x, th, kind),
-        )  # fmt: skip
+        given = {"divergence": kind}
+        yield f"fused_kl, {kind}", partial(divergence, **given), partial(eager_kl, th=th, **given)
 
 
 def gradients(loss, inputs, dtype, **options):
@@ -172,13 +153,18 @@ def test_triton_errs_at_most_as_eager(logits, shared):
     check("triton", logits, shared)
 
 
+def within(ours, eager, inputs, backend="torch", name=""):
+    """Each gradient errs at most as much as eager's."""
+    for ratio, of_eager in errors(ours, eager, inputs, backend):
+        assert ratio <= NOISE * of_eager, (name, ratio, of_eager)
+
+
 def check(backend, logits, shared, only=""):
     _, H, V = size = SIZES[backend]
     *inputs, labels, rng = draw(logits, shared, size)
     for name, ours, eager in losses(labels, V, H, rng):
         if only in name:
-            for ratio, of_eager_ in errors(ours, eager, inputs, backend):
-                assert ratio <= NOISE * of_eager_, (name, ratio, of_eager_)
+            within(ours, eager, inputs, backend, name)
 
 
 @pytest.mark.parametrize("logits", ["flat", "sharp"])
@@ -205,31 +191,24 @@ def test_labels_entries_are_not_rounded_on_their_own(name):
 def test_hidden_states_that_share_a_mean_do_no_harm(shared, label_smoothing):
     """Those of a class add up in the weight's gradient, and its label's is taken away from them."""
     hidden, weight, bias, labels, _ = draw(shared=shared, size=(512, 64, 64))
-    inputs = (hidden / 10**0.5 + 0.9**0.5).bfloat16(), weight, bias
-    for ratio, of_eager_ in errors(
+    within(
         lambda h, w, b, backend: fused_ce(
             h, w, labels, bias=b, label_smoothing=label_smoothing, backend=backend
         ).mean(),
-        lambda *x: eager_ce(*x, labels, label_smoothing=label_smoothing),
-        inputs,
-        "torch",
-    ):
-        assert ratio <= NOISE * of_eager_
+        partial(eager_ce, y=labels, label_smoothing=label_smoothing),
+        ((hidden / 10**0.5 + 0.9**0.5).bfloat16(), weight, bias),
+    )
 
 
 @pytest.mark.parametrize("shift", [300.0, -300.0])
 def test_logits_far_from_zero(shift):
     """The exponentials' reference is not 0 there."""
     hidden, weight, _, labels, _ = draw("peaked")
-    inputs = hidden, weight, torch.full((len(weight),), shift).bfloat16()
-    found = errors(
+    within(
         lambda h, w, b, backend: fused_ce(h, w, labels, bias=b, backend=backend).mean(),
-        lambda *x: eager_ce(*x, labels),
-        inputs,
-        "torch",
+        partial(eager_ce, y=labels),
+        (hidden, weight, torch.full((len(weight),), shift).bfloat16()),
     )
-    for ratio, of_eager_ in found:
-        assert ratio <= NOISE * of_eager_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -300,32 +279,22 @@ def in_block(h, w, b, y, *, backend, factor=3 / 1234):
     return loss * (factor.float() if isinstance(factor, torch.Tensor) else factor)
 
 
-def in_window(h, w, b, y, *, backend, accelerated=False):
+def in_window(h, w, b, y, *, backend):
     """One micro-batch, and one that trains nothing here, of a declared window."""
     acc = fusedce.LossAccumulator(backward_divisor=3)
-    if accelerated:  # an engine that divides each loss by 3, which the accumulator takes back
-        accelerator = types.SimpleNamespace(
-            distributed_type="NO", gradient_accumulation_steps=3, num_processes=1,
-            backward=lambda loss: (loss / 3).backward(),
-        )  # fmt: skip
-        acc = fusedce.LossAccumulator.from_accelerator(accelerator)
     few = y.index_fill(0, torch.arange(len(y) // 2), -100)
-    x = [t.detach() for t in (h, w, b)]
-    leaves = [t.requires_grad_() for t in x]
+    leaves = [t.detach().requires_grad_() for t in (h, w, b)]
     with acc.window([fusedce.count_valid(y), fusedce.count_valid(few)]):
         acc.backward(fused_ce(*leaves[:2], y, bias=leaves[2], backend=backend))
-        acc.scale(fused_ce(*(t.detach() for t in x[:2]), few, bias=x[2].detach(), backend=backend))
+        acc.scale(fused_ce(h.detach(), w.detach(), few, bias=b.detach(), backend=backend))
     # A loss whose gradients these are.
     return sum((t * leaf.grad).sum() for t, leaf in zip((h, w, b), leaves, strict=True))
 
 
 KNOWN = {
     "a number": in_block,
-    "a tensor": lambda *x, backend: in_block(
-        *x, backend=backend, factor=torch.tensor(3 / 1234, dtype=torch.float64)
-    ),
+    "a tensor": partial(in_block, factor=torch.tensor(3 / 1234, dtype=torch.float64)),
     "a window": in_window,
-    "an engine's window": lambda *x, backend: in_window(*x, backend=backend, accelerated=True),
 }
 
 
@@ -352,8 +321,8 @@ def test_a_factor_that_was_not_expected_costs_a_rounding(backend):
     def eager(*x):
         return eager_ce(*x, labels) * (5.0 * len(labels))
 
-    for ratio, of_eager_ in errors(other, eager, inputs, backend):
-        assert ratio <= NOISE * math.hypot(of_eager_, 1)
+    for ratio, of_eager in errors(other, eager, inputs, backend):
+        assert ratio <= NOISE * math.hypot(of_eager, 1)
 
 
 def test_an_expectation_ends_with_its_block():

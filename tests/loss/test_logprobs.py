@@ -1,98 +1,120 @@
-"""fused_logprobs: values, gradients token by token, and the numbers near p = 1."""
+"""fused_logprobs: values and gradients of one or several classes a token, and near p = 1."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.bounds import SAME_SUMS, STATISTIC, errs_like, in_float64
+from support.bounds import EXACT, SAME_SUMS, STATISTIC, errs_like, in_float64
 from support.coverage import counted
 from support.oracle import finished_logits, token_stats
+from support.params import slow
 
-from fusedce import TokenStats, fused_argmax, fused_logprobs
-from fusedce.testing import Case, cases
+from fusedce import TokenStats, fused_argmax, fused_kl, fused_logprobs
+from fusedce.backends import chosen as class_logits
+from fusedce.contract.problem import Problem
+from fusedce.testing import Case, assert_within, cases
 
 BACKENDS = ["torch", "triton"]
+OPTIONS = ("bias", "softcap", "logit_scale", "ignore_index")
 
 
-def compare(case, backend, temperature=1.0, chunk_tokens=None):
-    """Values and gradients under random upstream ones: at most twice the eager error in bf16."""
+def several_classes(labels, V, K, ignore_index, rng):
+    """``(..., K)`` classes: a fifth of them ignored, all of an ignored token, and one twice."""
+    classes = torch.randint(V, (*labels.shape, K), generator=rng)
+    classes[torch.rand(classes.shape, generator=rng) < 0.2] = ignore_index
+    classes[labels == ignore_index] = ignore_index
+    classes[..., -1] = classes[..., 0]
+    return classes.to(labels.dtype)
+
+
+def compare(case, backend, temperature=1.0, chunk_tokens=None, K=None):
+    """Values and gradients under random upstream ones: at most twice the eager error in bf16.
+
+    ``temperature``: a number, or "each" for one a token.
+    """
     hidden, weight, labels, bias = case.tensors()
     hidden = hidden.nan_to_num()  # eager looks at ignored rows too
+    ignore_index = case.options.get("ignore_index", -100)
     rng = torch.Generator().manual_seed(1)
-    upstream = torch.randn(3, *labels.shape, generator=rng)
-    upstream[:, torch.rand(labels.shape, generator=rng) < 0.3] = 0
+    valid = labels != ignore_index
+    if K is not None:
+        labels = several_classes(labels, case.V, K, ignore_index, rng)
+        valid = (labels != ignore_index).any(-1)
+    if temperature == "each":  # that of an ignored token may be anything
+        temperature = torch.where(valid, 0.3 + 2 * torch.rand(valid.shape, generator=rng), 0)
+    coldest = float(torch.as_tensor(temperature).clamp(min=0.3).min()) if valid.numel() else 1.0
     options = case.options | {"temperature": temperature}
+    upstream = None
 
     def run(fn, cast=lambda x: x, **more):
+        nonlocal upstream
         leaves = [
             cast(x).detach().requires_grad_() for x in (hidden, weight, bias) if x is not None
         ]
-        out = fn(
-            leaves[0], leaves[1], labels, bias=leaves[2] if len(leaves) > 2 else None,
-            **options, **more,
-        )  # fmt: skip
-        loss = sum((u.to(x.dtype) * x).sum() for u, x in zip(upstream, out, strict=False))
-        return out, torch.autograd.grad(loss, leaves)
+        bias_ = leaves[2] if len(leaves) > 2 else None
+        out = fn(leaves[0], leaves[1], labels, bias=bias_, **options, **more)
+        values = out.logprob, out.entropy, out.lse, out.mean_logit
+        if upstream is None:
+            upstream = [torch.randn(x.shape, generator=rng) for x in values]
+            for u in upstream:  # for a third of the tokens 0
+                u.view(-1)[::3] = 0
+        loss = sum((u.to(x.dtype) * x).sum() for u, x in zip(upstream, values, strict=True))
+        return out, values, torch.autograd.grad(loss, leaves)
 
-    (ours, d_ours) = run(counted(fused_logprobs), backend=backend, chunk_tokens=chunk_tokens)
-    (torchs, d_torchs) = run(token_stats)
-    (exact, d_exact) = run(token_stats, lambda x: x.double())
-    scale = abs(case.options.get("logit_scale", 1.0)) / temperature
+    ours, values, d_ours = run(
+        counted(fused_logprobs), backend=backend, chunk_tokens=chunk_tokens, mean_logit=True
+    )
+    _, torchs, d_torchs = run(token_stats)
+    _, exact, d_exact = run(token_stats, lambda x: x.double())
+    scale = abs(case.options.get("logit_scale", 1.0)) / coldest
     size = hidden.double().abs() @ weight.double().abs().T
     size = size + (0 if bias is None else bias.double().abs())
     wide = torch.float64 if case.dtype == torch.float64 else torch.float32
     condition = 1 + scale * (float(size.max()) if size.numel() else 0)
     rounding = 4 * torch.finfo(wide).eps * condition
-    for name, o, t, e in zip(TokenStats._fields[:3], ours, torchs, exact, strict=False):
-        assert o.dtype == wide
+    for at, (o, t, e) in enumerate(zip(values, torchs, exact, strict=True)):
+        assert (o.dtype, o.shape) == (wide, e.shape)
         error, bound = (o - e).abs(), 2 * (t - e).abs().amax() if t.numel() else 0
-        assert (error <= bound + rounding * (1 + e.abs())).all(), (name, error.max())
+        assert (error <= bound + rounding * (1 + e.abs())).all(), (at, error.max())
     eps = torch.finfo(case.dtype).eps
     for name, o, t, e in zip(("hidden", "weight", "bias"), d_ours, d_torchs, d_exact, strict=False):
         spread = {"hidden": weight, "weight": hidden.reshape(-1, case.H)}.get(name)
         spread = float(spread.double().abs().sum(0).max()) if spread is not None else labels.numel()
         floor = 2 * eps * float(e.abs().max()) if e.numel() else 0
-        floor += 2 * rounding * condition * spread * scale
-        error = float((o - e).abs().max()) if e.numel() else 0
-        torch_error = float((t - e).abs().max()) if e.numel() else 0
-        assert error <= 2 * torch_error + floor, (name, error, torch_error, floor)
-    valid = labels != case.options.get("ignore_index", -100)
+        floor += 2 * rounding * condition * spread * scale * (K or 1)
+        assert_within(name, o, t, e, floor, case)
     assert ours.argmax[~valid].eq(-1).all()
-    z = finished_logits(hidden.double(), weight.double(), None if bias is None else bias.double(),
-                 **{k: v for k, v in case.options.items() if k != "ignore_index"})  # fmt: skip
     given = {k: v for k, v in case.options.items() if k != "ignore_index"}
+    wide_bias = None if bias is None else bias.double()
+    z = finished_logits(hidden.double(), weight.double(), wide_bias, **given)
     alone = counted(fused_argmax)(hidden, weight, bias=bias, backend=backend, **given)
     for argmax, where in ((ours.argmax, valid), (alone, torch.ones_like(valid))):
         taken = z.gather(-1, argmax.clamp(min=0)[..., None])[..., 0]
-        least = z.amax(-1) - rounding * temperature * (1 + z.abs().amax(-1))
+        least = z.amax(-1) - rounding * coldest * (1 + z.abs().amax(-1))
         assert (taken >= least)[where].all()
 
 
-OPTIONS = ("bias", "softcap", "logit_scale", "ignore_index")
+temperatures = st.sampled_from([1.0, 0.3, 2.0, "each"])
 
 
-@settings(max_examples=50, deadline=None)
-@given(
-    case=cases(options=OPTIONS),
-    temperature=st.sampled_from([1.0, 0.3, 2.0]),
-    chunk_tokens=st.none() | st.integers(1, 17),
-)
-def test_any_case_torch_agrees_with_eager(case, temperature, chunk_tokens):
+@settings(max_examples=60, deadline=None)
+@given(cases(options=OPTIONS), temperatures, st.none() | st.integers(1, 17),
+       st.none() | st.integers(1, 9))  # fmt: skip
+def test_any_case_torch_agrees_with_eager(case, temperature, chunk_tokens, K):
     if case.logits == "huge" and case.dtype == torch.float16:
         return  # eager overflows
-    compare(case, "torch", temperature, chunk_tokens)
+    compare(case, "torch", temperature, chunk_tokens, K)
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
-    case=cases(dtypes=(torch.float32, torch.bfloat16), options=OPTIONS, max_tokens=20,
-               max_vocabulary=150),
-    temperature=st.sampled_from([1.0, 0.3]),
-    chunk_tokens=st.none() | st.integers(1, 9),
+    cases(dtypes=(torch.float32, torch.bfloat16), options=OPTIONS, max_tokens=20,
+          max_vocabulary=150),
+    temperatures, st.none() | st.integers(1, 9), st.none() | st.integers(1, 9),
 )  # fmt: skip
-def test_any_case_triton_agrees_with_eager(case, temperature, chunk_tokens):
-    compare(case, "triton", temperature, chunk_tokens)
+def test_any_case_triton_agrees_with_eager(case, temperature, chunk_tokens, K):
+    compare(case, "triton", temperature, chunk_tokens, K)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -107,19 +129,36 @@ def test_a_vocabulary_of_1031_agrees_with_eager(backend, dtype, logits):
     compare(case, backend, 0.7, 16)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("K", [None, 4])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "logit_scale": -0.7}])
+def test_several_classes_and_a_temperature_for_each_token(backend, dtype, K, options):
+    case = Case((2, 5), 8, 23, dtype, ignored=0.3, with_bias=True, options=options)
+    compare(case, backend, "each", K=K)
+
+
+@pytest.mark.parametrize("K", [None, 3])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "logit_scale": 0.7}])
-def test_gradcheck_passes(options):
-    torch.manual_seed(0)
-    hidden = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(9, dtype=torch.float64, requires_grad=True)
-    labels = torch.tensor([3, -100, 0, 8, 3])
+def test_gradcheck_passes(options, K):
+    hidden, weight, labels, bias = Case(
+        (5,), 4, 9, torch.float64, ignored=0.3, with_bias=True
+    ).tensors()
+    labels = labels if K is None else labels[:, None].expand(-1, K)
+    temperature = torch.linspace(0.3, 2.5, 5) if options else 0.6
 
     def f(h, w, b):
-        stats = fused_logprobs(h, w, labels, bias=b, temperature=0.6, chunk_tokens=2, **options)
-        return stats[:3]
+        stats = fused_logprobs(
+            h, w, labels, bias=b, temperature=temperature, chunk_tokens=2, mean_logit=True,
+            **options,
+        )  # fmt: skip
+        return stats.logprob, stats.entropy, stats.lse, stats.mean_logit
 
-    assert torch.autograd.gradcheck(f, (hidden, weight, bias))
+    leaves = [x.nan_to_num().requires_grad_() for x in (hidden, weight, bias)]
+    assert torch.autograd.gradcheck(f, leaves)
+
+
+# ---- nothing cancels near a probability of one ----------------------------------------------
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -150,20 +189,40 @@ def test_entropy_does_not_cancel_where_one_class_has_all(backend, label_is_top, 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ignored_positions_hold_nothing(backend):
+def test_a_sure_class_keeps_its_digits_at_whatever_place_it_stands(backend):
+    hidden, weight, labels, bias = Case((6,), 8, 23, with_bias=True).tensors()
+    hidden = 60 * hidden
+    z = finished_logits(hidden.double(), weight.double(), bias.double())
+    best = z.argmax(-1)
+    others = z.scatter(1, best[:, None], -torch.inf).logsumexp(1)
+    exact = -torch.log1p(torch.exp(others - z.amax(1)))
+    assert -1e-6 < exact.max() < 0
+    for at in range(3):
+        classes = torch.stack([labels, labels, labels], 1)
+        classes[:, at] = best
+        ours = fused_logprobs(hidden, weight, classes, bias=bias, backend=backend).logprob[:, at]
+        # 1 - p has the relative error that the logits have as numbers
+        rounding = torch.finfo(torch.float32).eps * float(z.abs().max())
+        torch.testing.assert_close(ours.double(), exact, rtol=rounding, atol=0)
+
+
+# ---- ignored positions, masked classes, batches ---------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("K", [None, 3])
+def test_ignored_positions_hold_nothing(backend, K):
     hidden, weight, labels, _ = Case((3, 9), 12, 70, ignored=0.4).tensors()  # NaN where ignored
     ignored = labels == -100
-    stats = fused_logprobs(hidden.requires_grad_(), weight.requires_grad_(), labels,
-                           backend=backend)  # fmt: skip
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    labels = labels if K is None else labels[..., None].expand(3, 9, K)
+    stats = fused_logprobs(*leaves, labels, backend=backend)
     for x, value in zip(stats, (0, 0, 0, -1), strict=True):
-        assert x.shape == (3, 9)
         assert x[ignored].eq(value).all()
         assert x[~ignored].ne(value).all()
-    d_hidden, d_weight = torch.autograd.grad(sum(x.sum() for x in stats[:3]), (hidden, weight))
+    d_hidden, d_weight = torch.autograd.grad(sum(x.sum() for x in stats[:3]), leaves)
     assert d_hidden[ignored].eq(0).all()
     assert d_weight.isfinite().all()
-    nothing = fused_logprobs(hidden, weight, torch.full_like(labels, -100), backend=backend)
-    assert torch.autograd.grad(nothing.logprob.sum(), weight)[0].eq(0).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -194,14 +253,20 @@ def test_one_token_has_the_same_bits_in_every_batch(backend):
         assert x[7:19].equal(y)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float32,
-        pytest.param(torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(torch.float16, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_class_is_the_label_and_any_order_of_memory_is_the_same(backend):
+    """``torch.stack([chosen, rejected]).T`` is how pairs are often made."""
+    hidden, weight, labels, _ = Case((6,), 8, 23).tensors()
+    pairs = torch.stack([labels, labels.roll(1)]).T
+    label, one, transposed, contiguous = (
+        fused_logprobs(hidden, weight, x, backend=backend)
+        for x in (labels, labels[:, None], pairs, pairs.contiguous())
+    )
+    torch.testing.assert_close(one._replace(logprob=one.logprob[:, 0]), label, **EXACT)
+    torch.testing.assert_close(transposed, contiguous, **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16), slow(torch.float16)])
 def test_backward_inside_a_graph_is_backward_outside(monkeypatch, dtype):
     """There the used rows cannot be counted: all take part, and the result must not show it."""
     from fusedce.backends.triton import vocab_tiles as launch_tokens
@@ -226,14 +291,76 @@ def test_backward_inside_a_graph_is_backward_outside(monkeypatch, dtype):
 
 def test_the_entropy_of_several_tiles_of_the_vocabulary():
     """Each tile sums with its own maximum, and the sums are moved to the largest."""
-    torch.manual_seed(0)
-    N, H, V = 256, 8, 70_000
-    hidden, weight = torch.randn(N, H), torch.randn(V, H)
+    hidden, weight = torch.randn(256, 8), torch.randn(70_000, 8)
+    labels = torch.zeros(256, dtype=torch.int64)
+    stats = fused_logprobs(hidden, weight, labels, backend="torch")
+    eager, exact = (token_stats(*x, labels) for x in ((hidden, weight), in_float64(hidden, weight)))
+    errs_like(stats.entropy, eager.entropy, exact.entropy)
 
-    def entropy(h, w):
-        logprobs = torch.log_softmax(h @ w.t(), -1)
-        return -(logprobs.exp() * logprobs).sum(-1)
 
-    stats = fused_logprobs(hidden, weight, torch.zeros(N, dtype=torch.int64), backend="torch")
-    exact = entropy(hidden.double(), weight.double())
-    errs_like(stats.entropy, entropy(hidden, weight), exact)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_mean_logit_comes_on_request(backend):
+    given = Case((6,), 8, 23).tensors()[:3]
+    stats = fused_logprobs(*given, mean_logit=True, backend=backend)
+    plain = fused_logprobs(*given, backend=backend)
+    assert plain._fields == TokenStats._fields == stats._fields[:4]
+    torch.testing.assert_close(tuple(plain), stats[:4])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_temperature_for_all_is_the_same(backend):
+    given = Case((7,), 8, 23).tensors()[:3]
+    each = fused_logprobs(*given, temperature=torch.full((7,), 0.7), backend=backend)
+    one = fused_logprobs(*given, temperature=0.7, backend=backend)
+    # a division by 0.7 in place of a product: a rounding of the logits, not of their products
+    torch.testing.assert_close(tuple(each), tuple(one), rtol=SAME_SUMS, atol=SAME_SUMS)
+
+
+# ---- errors ---------------------------------------------------------------------------------
+
+
+def test_a_bad_class_is_named():
+    hidden, weight, labels, _ = Case((6,), 8, 23).tensors()
+    classes = labels[:, None].repeat(1, 4)
+    for bad, ignored in ((23, -100), (-100, None)):
+        classes[3, 2] = bad
+        with pytest.raises(ValueError, match=f"got {bad} at flattened position {3 * 4 + 2}"):
+            fused_logprobs(hidden, weight, classes, ignore_index=ignored)
+
+
+def test_a_bad_class_is_nan_where_labels_are_not_read(monkeypatch):
+    """A GPU does the same: the entry is NaN, and so are the token's log-probabilities."""
+    hidden, weight = torch.randn(2, 4), torch.randn(7, 4)
+    classes = torch.tensor([[1, 7], [-100, 3]])
+
+    def unread(problem, classes):
+        return classes != -100, classes.clamp(0, 6)
+
+    monkeypatch.setattr(class_logits, "in_range", unread)
+    z = class_logits.chosen_logits(Problem(hidden, weight, classes[:, 0]), classes)
+    assert z.isnan().tolist() == [[False, True], [False, False]]
+    assert z[1, 0] == 0
+
+
+def test_what_is_no_temperature():
+    given = Case((7,), 8, 23).tensors()[:3]
+    t = torch.linspace(0.3, 2.5, 7)
+    for change, error, message in (
+        (t[:3], ValueError, r"temperature must be \(...\) = \(7,\), got \(3,\)"),
+        (t.long(), TypeError, "temperature must be floats"),
+        (t - 1, ValueError, r"temperature must be positive and finite, got -0\.69"),
+        (t.requires_grad_(), ValueError, "temperature must not require grad"),
+    ):
+        with pytest.raises(error, match=message):
+            fused_logprobs(*given, temperature=change)
+
+
+def test_a_temperature_that_would_make_logits_infinite():
+    h, w = torch.ones(2, 3), torch.ones(4, 3)
+    for call in (
+        lambda t: fused_logprobs(h, w, torch.tensor([0, 1]), softcap=5.0, temperature=t),
+        lambda t: fused_kl(h, w, h, w, temperature=t),
+    ):
+        for cold in (1e-38, 1e-40):
+            with pytest.raises(ValueError, match=rf"temperature must be .* 1e-30.* got {cold}"):
+                call(cold)

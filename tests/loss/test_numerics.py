@@ -10,7 +10,7 @@ CELL = re.compile(r"(\S+); (\S+) (\S+) (\S+)")
 
 
 def within(found, name, dtype, backend):
-    for way in set(found) - {"eager", "compiled eager"}:
+    for way in set(found) - {"eager"}:
         of = found[way]
         assert of.loss <= numerics.LOSS, (backend, dtype, name, way)
         for at, (error, eager) in enumerate(

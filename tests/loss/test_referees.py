@@ -7,7 +7,7 @@ must raise an error in words of this library; "-" is a way that makes no sense f
 import functools
 import io
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -81,19 +81,16 @@ def gradcheck(name):
     assert torch.autograd.gradcheck(functions(teacher)[name], leaves)
 
 
+def at_once(calls):
+    """The calls in a thread each; their results."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(lambda call: call(), calls))
+
+
 def in_threads(name):
     """Four threads at once, each with leaves of its own."""
-    expected, found = plain(name), [None] * 4
-
-    def work(i):
-        found[i] = plain(name)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for got in found:
+    expected = plain(name)
+    for got in at_once([functools.partial(plain, name)] * 4):
         assert_equal(got, expected)
 
 
@@ -352,10 +349,5 @@ def test_backward_of_several_losses_in_one_thread_each():
     made = functions(teacher)
     names = [name for name in NAMES if name != "fused_argmax"]
     expected = sum(plain(name)[2] for name in names)
-    losses = [made[name](h, w) for name in names]
-    threads = [threading.Thread(target=loss.backward) for loss in losses]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once([made[name](h, w).backward for name in names])
     assert_equal([w.grad], [expected])

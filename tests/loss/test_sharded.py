@@ -123,8 +123,9 @@ LAYOUTS = {
 GAPS = {"sure and right": 16.0, "sure and wrong": -60.0}  # bfloat16 keeps the largest logits
 
 
-def of_row(function, options, backend, dtype, layout="", special="", *, rank):
+def of_row(row, rank):
     """Compare the row; return the results that all ranks have alike."""
+    function, options, backend, dtype, layout, special = (*row, "", "")[:6]
     layout = LAYOUTS[layout]
     V = sum(layout.sizes[dist.get_world_size()])
     x = inputs(V, getattr(torch, dtype), **OPTIONS[options]) | {"backend": backend}
@@ -167,6 +168,8 @@ TORCH = [
     ("argmax", "plain", "torch", "float32", "DTensor"),
     ("topk", "bias", "torch", "float32"),
     ("topk", "plain", "torch", "float32", "padded, own tokens"),
+    ("topk", "temperatures", "torch", "float32", "own tokens"),
+    ("topk", "softcap", "torch", "bfloat16"),
     *(
         (reduction, name, "torch", "float64")
         for reduction in ("mean", "sum of losses")
@@ -198,6 +201,7 @@ TORCH = [
             ("reverse", "padded, own tokens"), ("jsd", ""), ("jsd", "own tokens"),
         )
     ),
+    ("divergence", "forward", "torch", "float64", "DTensor"),
     ("losses", "probabilities", "torch", "float64"),
     ("sum of losses", "probabilities", "torch", "float64"),
     ("mean", "probabilities", "torch", "float64"),
@@ -249,11 +253,7 @@ RUNS = {"torch": TORCH, "quick": QUICK, "four": FOUR, "triton": TRITON}
 
 @functools.cache
 def results(run, world):
-    return ranks.run({row: functools.partial(_run, row) for row in RUNS[run]}, world)
-
-
-def _run(row, rank):
-    return of_row(*row, rank=rank)
+    return ranks.run({row: functools.partial(of_row, row) for row in RUNS[run]}, world)
 
 
 def rows():

@@ -15,13 +15,12 @@ from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
 from fusedce.agreement import ALL_GATHER
 from fusedce.backends import held
 from fusedce.backends.shards.agreement import LENGTH
-from fusedce.backends.shards.collectives import REDUCE_SCATTER
 
 WORLDS = pytest.mark.parametrize("world", [2, 4])
 
 
 def sent(function, options, grad, rank):
-    """Collectives of one training step or evaluation, and the number of tokens that count."""
+    """Collectives of one training step or evaluation."""
     x = inputs(sum(UNEQUAL[dist.get_world_size()]), torch.float32)
     if options.get("kind") == "several":
         options = {k: v for k, v in options.items() if k != "kind"}
@@ -32,43 +31,49 @@ def sent(function, options, grad, rank):
         forward = list(calls)
         if grad:
             out.sum().backward()
-    return forward, calls[len(forward) :], int(x["labels"].view(N, -1).ne(-100).any(1).sum())
+    return forward, calls[len(forward) :]
 
 
 def met(world):
     return (ALL_GATHER, world * LENGTH, True)
 
 
-def of_tokens(world, n):
-    return [met(world), (ALL_GATHER, world * 2 * n, False)], [("all_reduce", n * H, True)]
+def of_tokens(world, n=N):
+    return [met(world), (ALL_GATHER, world * 2 * n, False)], [("all_reduce", n * H, False)]
 
 
-def of_smoothing(world, n):
+def of_smoothing(world):
     """With the mean logit."""
-    return [met(world), (ALL_GATHER, world * 3 * n, False)], [("all_reduce", n * H, True)]
+    return [met(world), (ALL_GATHER, world * 3 * N, False)], [("all_reduce", N * H, False)]
 
 
-def of_evaluation(world, n):
-    return [met(world), (ALL_GATHER, world * 2 * n, False)], []
+def of_evaluation(world):
+    return of_tokens(world)[0], []
 
 
-def of_own_tokens(world, n):
-    gathered = [(ALL_GATHER, world * N * H, False), (ALL_GATHER, world * N, False)]
-    return [
-        met(world), *gathered, (ALL_GATHER, world * 2 * world * n, False), ("all_reduce", 2, False)
-    ], [
-        *gathered, (ALL_GATHER, world * 4 * N, False), (REDUCE_SCATTER, N * H, False)
-    ]  # fmt: skip
+def of_own_tokens(world):
+    (first, *others), backward = of_tokens(world, world * N)
+    gathered = [(ALL_GATHER, world * size, False) for size in (N * H, N)]
+    return [first, *gathered, *others], backward
 
 
-def of_statistics(world, n):
+def of_losses_of_own_tokens(world):
+    forward, backward = of_own_tokens(world)
+    return forward, [(ALL_GATHER, world * N, False), *backward]
+
+
+def of_statistics(world):
     """With entropy, maximum and its class."""
-    return [met(world), (ALL_GATHER, world * 5 * n, False)], [("all_reduce", n * H, True)]
+    return [met(world), (ALL_GATHER, world * 5 * N, False)], [("all_reduce", N * H, False)]
 
 
-def of_classes(world, n):
-    (first, *others), backward = of_statistics(world, n)
-    return [first, ("all_reduce", n * K, False), *others], backward
+def of_classes(world):
+    (first, *others), backward = of_statistics(world)
+    return [first, ("all_reduce", N * K, False), *others], backward
+
+
+def losses(*arguments, **options):
+    return [fused_cross_entropy(*arguments, reduction="none", **options)]
 
 
 TORCH, TRITON = ({"backend": name, "chunk_tokens": 8} for name in ("torch", "triton"))
@@ -79,6 +84,7 @@ CALLS = {
     "smoothing": (fused_ce, TORCH | {"label_smoothing": 0.1}, True, of_smoothing),
     "evaluation": (fused_ce, TORCH, False, of_evaluation),
     "own tokens": (fused_ce, TORCH | {"tokens_sharded": True}, True, of_own_tokens),
+    "losses of own tokens": (losses, {"tokens_sharded": True}, True, of_losses_of_own_tokens),
     "Triton": (fused_ce, TRITON, True, of_tokens),
 }
 
@@ -95,9 +101,8 @@ def results(world, triton=False):
 @pytest.mark.parametrize("name", [slow(k) if k.startswith("Triton") else k for k in CALLS])
 def test_the_collectives_are_those_of_the_docstring(name, world):
     assert 8 * LENGTH <= 1024
-    for forward, backward, n in ranks.of(results(world, name.startswith("Triton")), name):
-        assert n > TORCH["chunk_tokens"]
-        assert (forward, backward) == CALLS[name][3](world, n)
+    for found in ranks.of(results(world, name.startswith("Triton")), name):
+        assert found == CALLS[name][3](world)
 
 
 # ---- chunks and budgets -------------------------------------------------------------------------

@@ -6,14 +6,13 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from support import ranks
-from support.bounds import EXACT, IN_FLOAT64, SAME_SUMS, STATISTIC, logit_rounding
+from support.bounds import EXACT, IN_FLOAT64, SAME_SUMS, logit_rounding
 from support.params import slow
 from support.vocabulary import UNEQUAL, K, Layout, N, answers, inputs, sure, whole
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from fusedce import LossAccumulator, fused_ce, fused_cross_entropy, fused_logprobs, reference_ce
+from fusedce import fused_ce, fused_cross_entropy, fused_logprobs, reference_ce
 
 losses = functools.partial(fused_cross_entropy, reduction="none")
 FUNCTIONS = (fused_ce, losses, fused_logprobs)
@@ -210,31 +209,22 @@ def one_of_several(backend, rank):
     assert f"got {V - 1} at flattened position {3 * K + 2}" in bad
 
 
-def accumulates(_, rank):
-    """Replicas of the same tokens are one rank for the denominator; torch places the rows."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    x = inputs(11, torch.float32)
-    exact = whole({k: v.double() if k != "labels" else v for k, v in x.items()})
-    mean = reference_ce(**exact).mean()
-    mean.backward()
-    weight = distribute_tensor(x["weight"], mesh, [Shard(0)]).requires_grad_()
-    acc = LossAccumulator.from_mesh(mesh, [])
-    n = (x["labels"] != -100).sum()
-    with acc.window([n]):
-        acc.backward(fused_ce(x["hidden"], weight, x["labels"]))
-    found = weight.grad.full_tensor().double()
-    torch.testing.assert_close(found, exact["weight"].grad, rtol=SAME_SUMS, atol=SAME_SUMS)
-    m = acc.metrics()
-    assert m["n_tokens"] == int(n)
-    assert m["loss"] == pytest.approx(float(mean), rel=STATISTIC)
+def groups_of_one(backend, rank):
+    """A rank alone in a group of its own has the whole vocabulary."""
+    groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
+    logits = torch.tensor([[1.0, 2.0, 3.0], [0.5, -0.5, 1.0]])
+    target = torch.tensor([2, 0])
+    found = losses(logits, torch.eye(3), target, process_group=groups[rank], backend=backend)
+    torch.testing.assert_close(found, F.cross_entropy(logits, target, reduction="none"))
 
 
 BOTH = (
     nothing_valid, upstream_of_zero, frozen_and_twice, infinite, masked_label, batches,
     any_order_of_memory, kinds_that_differ, digits_of_sure_tokens, one_of_several,
+    groups_of_one,
 )  # fmt: skip
 CASES = {
-    "torch": (*BOTH, sure_probabilities, accumulates),
+    "torch": (*BOTH, sure_probabilities),
     "triton": BOTH,
 }
 OF_FOUR = (nothing_valid, any_order_of_memory)  # by Triton, which is interpreted

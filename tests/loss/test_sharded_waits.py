@@ -9,33 +9,23 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from fusedce.backends.shards import collectives, merge
-from fusedce.backends.shards import tokens as tokens_of_shards
-from fusedce.backends.torch.rows import valid_rows
+from fusedce.backends.choose import get_backend
+from fusedce.backends.shards import merge
+from fusedce.backends.shards.tokens import OfShard
+from fusedce.backends.torch.rows import count_or_code
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.archs import BY_NAME
 from fusedce.contract.labels import bad_label_code
 from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.task import Shard, Task
+from fusedce.contract.task import Shard
 
 N, H, V = 12, 8, 10
-
-
-class Done:
-    def wait(self):
-        pass
 
 
 @pytest.fixture
 def alone(monkeypatch):
     monkeypatch.setattr(Shard, "group", None)
-    for module in (collectives, merge):
-        monkeypatch.setattr(module, "all_gather", lambda x, group: torch.cat([x, x]))
-    monkeypatch.setattr(collectives.dist, "get_world_size", lambda group=None: 2)
-    monkeypatch.setattr(collectives.dist, "all_reduce", lambda x, **_: Done())
-    monkeypatch.setattr(
-        collectives.dist, collectives.REDUCE_SCATTER, lambda out, x, **_: out.copy_(x[: len(out)])
-    )
+    monkeypatch.setattr(merge, "all_gather", lambda x, group: torch.cat([x, x]))
 
 
 class Launched:
@@ -67,30 +57,16 @@ def test_nothing_waits_for_the_losses_of_tokens(alone, nothing_launched):
         label_smoothing=0.1,
         backend="triton",
     )
-    shard = Shard("", 0, V, V // 2, None, counted=9, valid=9)
-    task = Task(problem, Wanted(lse=True, zmean=True), shard=shard)
-    nll, lse, _, zmean, *_ = tokens_of_shards.stats(task, shard)
+    shard = OfShard(get_backend("triton"), Shard("", 0, V, V // 2))
+    nll, lse, _, zmean, *_ = shard.token_stats(problem, Wanted(lse=True, zmean=True), None)
     assert nll.shape == lse.shape == zmean.shape == (N,)
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_rows_found_without_waiting(weighted):
-    rng = torch.Generator().manual_seed(0)
-    for n in (0, 1, 40):
-        labels = torch.randint(V, (n,), generator=rng)
-        labels[torch.rand(n, generator=rng) < 0.4] = -100
-        weights = torch.randint(2, (n,), generator=rng).float() if weighted else None
-        problem = Problem(torch.empty(n, H), torch.empty(V, H), labels, token_weight=weights)
-        rows, n_valid = valid_rows(problem, V)
-        found, count = valid_rows(problem, V, len(rows))
-        assert found.tolist() == rows.tolist()
-        assert int(count) == int(n_valid)
 
 
 @pytest.mark.parametrize("value", [-3, V, 2**40, -(2**40)])
 def test_a_bad_label_is_a_code(value):
     labels = torch.tensor([1, -100, value, -2])
-    problem = Problem(torch.empty(4, H), torch.empty(V, H), labels)
-    rows, code = valid_rows(problem, V, 3)
-    assert code == bad_label_code(torch.tensor(2), torch.tensor(value))
-    assert rows.tolist() == [0, 2, 3]
+    valid = torch.tensor([True, False, True, True])
+    bad = torch.tensor([False, False, True, True])
+    code = bad_label_code(torch.tensor(2), torch.tensor(value))
+    assert count_or_code(labels, valid, bad) == code
+    assert int(count_or_code(labels, valid, torch.zeros_like(bad))) == 3

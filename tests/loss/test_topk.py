@@ -1,21 +1,16 @@
-"""fused_topk equals `torch.topk` of all log-probabilities, also over ranks."""
-
-import functools
+"""fused_topk equals `torch.topk` of all log-probabilities; test_sharded.py has it over ranks."""
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from support import ranks
 from support.bounds import EXACT, errs_like, in_float64
 from support.coverage import counted
+from support.oracle import finished_logits
 
 from fusedce import TopK, fused_logprobs, fused_topk
 from fusedce.backends import plan
 
 BACKENDS = ["torch", "triton"]
 N, H, V, K = 7, 8, 131, 5
-UNEQUAL = {2: (2, 129), 4: (1, 60, 0, 70)}  # rows of each rank; two have fewer than K
 OPTIONS = {
     "plain": {},
     "all": {"softcap": 3.0, "logit_scale": -0.7, "temperature": 0.6, "bias": True},
@@ -34,10 +29,8 @@ def inputs(options=(), dtype=torch.float32):
     return hidden, weight, options
 
 
-def eager(hidden, weight, k, *, bias=None, softcap=None, logit_scale=1.0, temperature=1.0):
-    z = F.linear(hidden, weight, bias)
-    z = (z if z.dtype == torch.float64 else z.float()) * logit_scale
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+def eager(hidden, weight, k, *, bias=None, temperature=1.0, **options):
+    z = finished_logits(hidden, weight, bias, **options)
     t = temperature[:, None].to(z) if isinstance(temperature, torch.Tensor) else temperature
     return (z / t).log_softmax(-1).topk(k)
 
@@ -108,9 +101,11 @@ def test_a_sure_token_is_exact_and_infinities_are_torchs(tile):
 
 def test_shapes_and_no_tokens():
     hidden, weight, _ = inputs()
-    whole = fused_topk(hidden, weight, K)
-    cubic = fused_topk(hidden[:6].view(2, 3, H), weight, K)
-    torch.testing.assert_close(cubic.logprob.view(6, K), whole.logprob[:6], **EXACT)
+    for t in (1.0, torch.linspace(0.5, 2, 6)):
+        flat = fused_topk(hidden[:6], weight, K, temperature=t)
+        t = t.view(2, 3) if isinstance(t, torch.Tensor) else t
+        cubic = fused_topk(hidden[:6].view(2, 3, H), weight, K, temperature=t)
+        torch.testing.assert_close(cubic.logprob.view(6, K), flat.logprob, **EXACT)
     empty = fused_topk(hidden[:0], weight, K)
     assert empty.logprob.shape == empty.index.shape == (0, K)
     empty.logprob.sum().backward()
@@ -151,92 +146,9 @@ def test_a_wrong_k(k, error, words):
         fused_topk(hidden, weight, k)
 
 
-# ---- over ranks ---------------------------------------------------------------------------------
-
-
-def shards(name, dtype, rank, backend="torch", tokens_sharded=False):
-    hidden, weight, options = inputs(OPTIONS[name], dtype)
-    sizes = UNEQUAL[dist.get_world_size()]
-    rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-    mine = slice(None)
-    if tokens_sharded:
-        mine = slice(rank * 2, rank * 2 + 2) if rank else slice(0, 2)
-    local, part = (x[s].detach().requires_grad_() for x, s in ((hidden, mine), (weight, rows)))
-    if options["bias"] is not None:
-        options["bias"] = options["bias"][rows].detach()
-    found = fused_topk(
-        local, part, K, backend=backend, process_group=dist.group.WORLD,
-        tokens_sharded=tokens_sharded, **options,
-    )  # fmt: skip
-    with torch.no_grad():
-        alone = fused_topk(
-            local, part, K, process_group=dist.group.WORLD, tokens_sharded=tokens_sharded, **options
-        )
-    assert torch.equal(alone.index, found.index)
-    torch.testing.assert_close(alone.logprob, found.logprob.detach())
-    found.logprob.sum().backward()
-    return alone.logprob, found.index, local.grad, part.grad
-
-
-def wrong(rank):
-    hidden, weight, _ = inputs()
-    part = weight[: UNEQUAL[dist.get_world_size()][rank]].detach()
-    call = functools.partial(fused_topk, hidden.detach(), part, process_group=dist.group.WORLD)
-    return [
-        ranks.anywhere(ranks.error_of(call, k)) for k in (V + 1, "2"[: 1 - rank] or 2, 2 + rank)
-    ]
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_sharded_vocabulary(world):
-    cases = {
-        (name, dtype): functools.partial(shards, name, dtype)
-        for name in OPTIONS for dtype in (torch.float32, torch.bfloat16)
-    } | {
-        ("plain", "triton"): functools.partial(shards, "plain", torch.float32, backend="triton"),
-        ("plain", "tokens"): functools.partial(
-            shards, "plain", torch.float32, tokens_sharded=True
-        ),
-        ("wrong", None): wrong,
-    }  # fmt: skip
-    results = ranks.run({str(name): case for name, case in cases.items()}, world)
-    for name, dtype in list(cases)[:-1]:
-        got = ranks.of(results, str((name, dtype)))
-        precise = dtype if isinstance(dtype, torch.dtype) else torch.float32
-        hidden, weight, options = inputs(OPTIONS[name], precise)
-        whole = fused_topk(hidden, weight, K, **options)
-        if dtype == "tokens":
-            index = torch.cat([x[1] for x in got])
-            assert index.equal(whole.index[: 2 * world][: len(index)])
-            continue
-        whole.logprob.sum().backward()
-        for x in got[1:]:
-            torch.testing.assert_close(x[:3], got[0][:3], **EXACT)
-        assert got[0][1].equal(whole.index)
-        torch.testing.assert_close(got[0][0], whole.logprob.detach())
-        # two addends of a gradient in bfloat16, and its own rounding
-        eps = torch.finfo(precise).eps
-        for x, y in ((got[0][2], hidden.grad), (torch.cat([x[3] for x in got]), weight.grad)):
-            assert (x - y).double().norm() <= 16 * eps * y.double().norm()
-    first, *others = ranks.of(results, str(("wrong", None)))
-    assert all(x == first for x in others)
-    assert "k must be in [1, V] with V=131" in first[0]
-    assert "k must be an int, got str" in first[1]
-    assert "k" in first[2]
-    assert "must be the same on all ranks" in first[2] or "differ" in first[2]
-
-
 def test_logprobs_of_the_classes_found_are_the_same():
     hidden, weight, _ = inputs()
     found = fused_topk(hidden, weight, K)
     torch.testing.assert_close(
         found.logprob, fused_logprobs(hidden, weight, found.index).logprob, **EXACT
     )
-
-
-def test_a_temperature_has_the_shape_of_the_tokens():
-    hidden, weight, _ = inputs()
-    t = torch.linspace(0.5, 2, 6)
-    flat = fused_topk(hidden[:6], weight, K, temperature=t)
-    found = fused_topk(hidden[:6].view(2, 3, H), weight, K, temperature=t.view(2, 3))
-    assert torch.equal(found.logprob.flatten(0, 1), flat.logprob)

@@ -1,5 +1,6 @@
 """Functions that `fusedce.measure.peak_extra_bytes` measures in its tests."""
 
+import functools
 import mmap
 
 import torch
@@ -11,91 +12,79 @@ from fusedce.sharded import sharded_logprobs
 N, H, V = 1024, 64, 16384  # fp32 logits: 64 MiB; weight and its gradient: 4 MiB each
 
 
-def step(dtype: str, grad: bool, memory_budget: int | None = None):
-    chunk = 64 if memory_budget is None else None
+def measured(run, dtype, grad=True):
+    """``run(hidden, weight, rng)`` of these sizes, called before on some chunks and tiles."""
 
-    def inputs(n, v):
+    def call(n, v):
         rng = torch.Generator().manual_seed(0)
         kind = getattr(torch, dtype)
         hidden = torch.randn(n, H, generator=rng).to(kind).requires_grad_(grad)
         weight = (0.1 * torch.randn(v, H, generator=rng)).to(kind).requires_grad_(grad)
-        return hidden, weight, torch.randint(0, v, (n,), generator=rng)
+        return run(hidden, weight, rng)
 
-    def run(hidden, weight, labels):
-        out = fused_ce(hidden, weight, labels, chunk_tokens=chunk, memory_budget=memory_budget)
-        if grad:
-            out.loss_sum.backward()
-        return out
+    call(130, 2048)()
+    return call(N, V)
 
-    run(*inputs(130, 2048))  # several chunks and tiles
-    given = inputs(N, V)
-    return lambda: run(*given)
+
+def step(dtype: str, grad: bool, memory_budget: int | None = None):
+    chunk = 64 if memory_budget is None else None
+
+    def made(hidden, weight, rng):
+        labels = torch.randint(len(weight), hidden.shape[:1], generator=rng)
+
+        def run():
+            out = fused_ce(hidden, weight, labels, chunk_tokens=chunk, memory_budget=memory_budget)
+            if grad:
+                out.loss_sum.backward()
+            return out
+
+        return run
+
+    return measured(made, dtype, grad)
 
 
 def compared(dtype: str, memory_budget: int, divergence: str | None):
     """A step of a divergence from a teacher; of given probabilities where it is ``None``."""
 
-    def inputs(n, v):
-        rng = torch.Generator().manual_seed(0)
-        kind = getattr(torch, dtype)
-        heads = []
-        for width in (H, 2 * H):
-            hidden = torch.randn(n, width, generator=rng).to(kind)
-            heads += [hidden, (0.1 * torch.randn(v, width, generator=rng)).to(kind)]
-        given = torch.rand(n, v, generator=rng).to(kind) if divergence is None else None
-        return [heads[0].requires_grad_(), heads[1].requires_grad_(), *heads[2:]], given
-
-    def run(heads, given):
-        if given is not None:
-            loss = fused_cross_entropy(*heads[:2], given, memory_budget=memory_budget)
+    def made(hidden, weight, rng):
+        n, v = len(hidden), len(weight)
+        if divergence is None:
+            given = torch.rand(n, v, generator=rng).to(hidden)
+            loss = functools.partial(fused_cross_entropy, hidden, weight, given)
         else:
-            loss = fused_kl(*heads, divergence=divergence, memory_budget=memory_budget).mean()
-        loss.backward()
+            teacher = (torch.randn(x, 2 * H, generator=rng).to(hidden) / 10 for x in (n, v))
+            loss = functools.partial(fused_kl, hidden, weight, *teacher, divergence=divergence)
 
-    run(*inputs(130, 2048))
-    given = inputs(N, V)
-    return lambda: run(*given)
+        def run():
+            out = loss(memory_budget=memory_budget)
+            (out if divergence is None else out.mean()).backward()
+
+        return run
+
+    return measured(made, dtype)
 
 
-def several_classes(dtype: str, memory_budget: int, K: int):
+def several_classes(dtype: str, memory_budget: int, K: int | None, function=fused_logprobs):
     """A step of the log-probabilities of K classes a token."""
 
-    def inputs(n, v):
-        rng = torch.Generator().manual_seed(0)
-        kind = getattr(torch, dtype)
-        hidden = torch.randn(n, H, generator=rng).to(kind).requires_grad_()
-        weight = (0.1 * torch.randn(v, H, generator=rng)).to(kind).requires_grad_()
-        return hidden, weight, torch.randint(0, v, (n, K), generator=rng)
+    def made(hidden, weight, rng):
+        shape = (len(hidden), *([] if K is None else [K]))
+        classes = torch.randint(len(weight), shape, generator=rng)
 
-    def run(hidden, weight, classes):
-        stats = fused_logprobs(hidden, weight, classes, memory_budget=memory_budget)
-        (stats.logprob.sum() + stats.entropy.sum()).backward()
+        def run():
+            stats = function(hidden, weight, classes, memory_budget=memory_budget)
+            (stats.logprob.sum() + stats.entropy.sum()).backward()
 
-    run(*inputs(130, 2048))
-    given = inputs(N, V)
-    return lambda: run(*given)
+        return run
+
+    return measured(made, dtype)
 
 
-def sharded_tokens(dtype: str, memory_budget: int | None):
+def sharded_tokens(dtype: str, memory_budget: int):
     """A step of the log-probabilities of each token, all rows of the head on the one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-    def inputs(n, v):
-        rng = torch.Generator().manual_seed(0)
-        kind = getattr(torch, dtype)
-        hidden = torch.randn(n, H, generator=rng).to(kind).requires_grad_()
-        weight = (0.1 * torch.randn(v, H, generator=rng)).to(kind).requires_grad_()
-        return hidden, weight, torch.randint(0, v, (n,), generator=rng)
-
-    def run(hidden, weight, labels):
-        stats = sharded_logprobs(
-            hidden, weight, labels, process_group=dist.group.WORLD, memory_budget=memory_budget
-        )
-        (stats.logprob.sum() + stats.entropy.sum()).backward()
-
-    run(*inputs(130, 2048))
-    given = inputs(N, V)
-    return lambda: run(*given)
+    sharded = functools.partial(sharded_logprobs, process_group=dist.group.WORLD)
+    return several_classes(dtype, memory_budget, None, sharded)
 
 
 def eager_forward():

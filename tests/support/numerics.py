@@ -30,8 +30,6 @@ SIZES = {"torch": (64, 48, 700), "triton": (16, 32, 500)}  # N, H, V
 SEEDS = {"torch": 5, "triton": 2}  # draws of each input, whose errors are taken together
 WAYS = (ONE_CHUNK, CHUNKS, TILES)
 NAMES = ("hidden", "weight", "bias")
-COMPILED = False
-"""Whether eager code compiled by inductor is measured too, which takes minutes."""
 ROUNDINGS_OF_A_LOGIT = 2.4
 """A float32 rounding of 1, relative to the rounding error of a gradient, 2.5e-8 of its norm."""
 EXCEPTIONS = {("triton", "label_smoothing=1"): 1.5}
@@ -194,9 +192,6 @@ def _eager(x: Inputs) -> Tensor:
     return F.cross_entropy(z, x.labels, **x.options)
 
 
-_compiled = torch.compile(_eager, dynamic=False)
-
-
 def ways(inputs: Inputs, dtype: torch.dtype, backend: str) -> Iterator[tuple[str, Loss]]:
     """Each way to compute, chosen by the option that selects it."""
     x = inputs.cast(dtype)
@@ -224,9 +219,6 @@ def measure(name: str, dtype: torch.dtype, backend: str) -> dict[str, Errors]:
     drawn = [INPUTS[name](*SIZES[backend], seed) for seed in range(SEEDS[backend])]
     found = {way: errors(drawn, dtype, loss) for way, loss in ways(drawn[0], dtype, backend)}
     found["eager"] = errors(drawn, dtype, _eager)
-    if COMPILED and backend == "torch":
-        torch._dynamo.reset()
-        found["compiled eager"] = errors(drawn, dtype, _compiled)
     return found
 
 
@@ -241,7 +233,7 @@ def bound(name: str, dtype: torch.dtype, backend: str, eager: float) -> float:
 
 
 def table(backend: str, dtype: torch.dtype) -> str:
-    columns = [*WAYS, "eager", *(["compiled eager"] if backend == "torch" else [])]
+    columns = [*WAYS, "eager"]
     rows = [f"| inputs | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for name in INPUTS:
         found = measure(name, dtype, backend)
@@ -264,8 +256,6 @@ def main() -> None:
 
     from support.interpreter import as_on_hardware
 
-    global COMPILED
-    COMPILED = True
     torch.set_num_threads(1)
     text = ""
     with as_on_hardware():

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedce.agreement import ALL_GATHER
-from fusedce.backends.shards.collectives import REDUCE_SCATTER
 
 N, H, K = 29, 6, 4
 UNEQUAL = {2: (3, 8), 4: (1, 7, 0, 5)}  # rows of each rank, by the number of ranks
@@ -251,7 +250,7 @@ class Largest(TorchDispatchMode):
 def watched_collectives():
     """``[(name, elements of the result, whether it runs beside)]`` of this rank, as they come."""
     calls, kept = [], {}
-    for name in (ALL_GATHER, REDUCE_SCATTER, "all_reduce", "broadcast", "all_gather"):
+    for name in (ALL_GATHER, "all_reduce", "broadcast", "all_gather"):
         kept[name] = getattr(dist, name)
 
         def spy(out, *args, _name=name, **kwargs):

@@ -23,6 +23,7 @@ from support.tiny_trainer import (
     true_mean,
 )
 from torch import nn
+from torch.utils.data import default_collate
 from transformers import (
     LlamaForCausalLM,
     Seq2SeqTrainer,
@@ -35,6 +36,15 @@ from transformers import (
 import fusedce
 
 
+def labelled(n=16, label=None, rows=slice(None), size=12):
+    """Rows of which some have all their tokens as labels (or none but ``label``)."""
+    data = Dataset(n, size)
+    for row in data.rows[rows]:
+        ids = row["input_ids"]
+        row["labels"] = ids.clone() if label is None else torch.full_like(ids, label)
+    return data
+
+
 def first_step(kind, make, tmp_path, steps, **kwargs):
     """Logged loss and gradient norm of the first step of 16 rows, as ``steps`` micro-batches."""
     args = arguments(tmp_path, 16 // steps, steps, max_steps=1)
@@ -45,16 +55,9 @@ def first_step(kind, make, tmp_path, steps, **kwargs):
 @pytest.mark.slow
 def test_count_after_the_shift(tmp_path):
     """GPT-2's loss shifts, but Trainer counts its labels before that."""
-
-    def all_valid():
-        data = Dataset()
-        for row in data.rows:
-            row["labels"] = row["input_ids"].clone()
-        return data
-
-    exact = true_mean(gpt2(), all_valid())
-    stock = first_step(Trainer, gpt2, tmp_path, 4, train_dataset=all_valid())
-    ours = first_step(FusedTrainer, gpt2, tmp_path, 4, train_dataset=all_valid())
+    exact = true_mean(gpt2(), labelled())
+    stock = first_step(Trainer, gpt2, tmp_path, 4, train_dataset=labelled())
+    ours = first_step(FusedTrainer, gpt2, tmp_path, 4, train_dataset=labelled())
     assert stock[0] == pytest.approx(exact * 11 / 12, rel=8 * SAME_MODEL)
     assert ours[0] == pytest.approx(exact, rel=STATISTIC)
 
@@ -87,13 +90,8 @@ def test_auxiliary_loss_is_a_mean_over_micro_batches(tmp_path):
             return micro[-1]
 
         nn.init.zeros_(model.lm_head.weight)  # flat logits: the cross-entropy asks for nothing
-        train(
-            kind,
-            model,
-            arguments(tmp_path, 4, 4, max_steps=1),
-            callbacks=[seen],
-            data_collator=collate,
-        )
+        args = arguments(tmp_path, 4, 4, max_steps=1)
+        train(kind, model, args, callbacks=[seen], data_collator=collate)
         return seen.norm, micro
 
     found, micro = router_grad(FusedTrainer)
@@ -132,9 +130,7 @@ def test_logged_loss_is_per_token_over_the_interval(tmp_path):
 
 def test_a_short_last_window_and_batches_with_nothing_valid(tmp_path):
     """10 rows as 4 + 4 + 2: the last step is divided by what it holds."""
-    curves, data = [], Dataset(10)
-    for row in data.rows[::2]:
-        row["labels"] = torch.full_like(row["labels"], -100)
+    curves, data = [], labelled(10, -100, slice(None, None, 2))
     for size, steps in ((4, 1), (1, 4)):
         args = arguments(tmp_path, size, steps, max_steps=-1, num_train_epochs=2)
         curves.append(train(FusedTrainer, llama(), args, train_dataset=data)[1])
@@ -143,19 +139,11 @@ def test_a_short_last_window_and_batches_with_nothing_valid(tmp_path):
     torch.testing.assert_close(curves[0], curves[1], rtol=0, atol=SAME_MODEL)
 
 
-def collated(data):
-    return torch.utils.data.default_collate(data.rows)
-
-
 def packed_row(n=2, size=6):
-    data = Dataset(n, size)
-    for row in data.rows:
-        row["labels"] = row["input_ids"].clone()
-    return {
-        "input_ids": torch.cat([r["input_ids"] for r in data.rows])[None],
-        "labels": torch.cat([r["labels"] for r in data.rows])[None],
-        "position_ids": torch.arange(size).repeat(n)[None],
-    }, torch.utils.data.default_collate(data.rows)
+    """Documents in one row, and as rows of their own."""
+    padded = default_collate(labelled(n, size=size).rows)
+    packed = {name: x.view(1, -1) for name, x in padded.items()}
+    return packed | {"position_ids": torch.arange(size).repeat(n)[None]}, padded
 
 
 @pytest.mark.parametrize("how", ["position_ids", "cu_seqlens", "shift_labels"])
@@ -180,9 +168,9 @@ def test_only_the_loss_of_the_model_is_rewritten(tmp_path):
     class Logs(TrainerCallback):
         def on_step_begin(self, args, state, control, **_):
             trainer.log({"loss": 7.0})
-            trainer.compute_loss(trainer.model, collated(Dataset(3)))  # no part of training
+            trainer.compute_loss(trainer.model, batch)  # no part of training
 
-    exact = true_mean(sharpened(), Dataset())
+    batch, exact = default_collate(Dataset(3).rows), true_mean(sharpened(), Dataset())
     args = arguments(tmp_path, 4, 1, max_steps=4, logging_steps=4, learning_rate=0.0)
     trainer = FusedTrainer(
         model=sharpened(), args=args, train_dataset=Dataset(), eval_dataset=Dataset(5),
@@ -194,10 +182,7 @@ def test_only_the_loss_of_the_model_is_rewritten(tmp_path):
     metrics = trainer.evaluate(metric_key_prefix="mine")
     assert metrics["mine_other_loss"] == 3.0
     assert metrics["mine_loss"] == pytest.approx(true_mean(sharpened(), Dataset(5)), rel=STATISTIC)
-    nothing = Dataset(3)
-    for row in nothing.rows:
-        row["labels"] = torch.full_like(row["labels"], -100)
-    assert math.isnan(trainer.evaluate(nothing)["eval_loss"])
+    assert math.isnan(trainer.evaluate(labelled(3, -100))["eval_loss"])
 
 
 def test_a_prediction_step_of_the_users_own_is_not_training(tmp_path):
@@ -303,9 +288,9 @@ def test_a_wrong_count_is_found(tmp_path):
         train(FusedTrainer, Dropping(llama().config), arguments(tmp_path))
 
 
-def evaluated_on_two_ranks(shifted, folder, rank):
+@pytest.mark.parametrize("shifted", [False, True])
+def test_repeated_samples_of_an_evaluation_are_counted_once(shifted, tmp_path):
     """Seven rows for two ranks in batches of two: accelerate repeats one."""
-    accelerator(rank)
 
     def collate(rows):
         batch = default_data_collator(rows)
@@ -313,33 +298,22 @@ def evaluated_on_two_ranks(shifted, folder, rank):
             batch["shift_labels"] = fusedce.shift_labels(batch["labels"])
         return batch
 
-    trainer = FusedTrainer(
-        model=sharpened(),
-        args=arguments(folder, per_device_eval_batch_size=2),
-        eval_dataset=Dataset(7),
-        data_collator=collate,
-    )
-    seen = []
-    add = fusedce.LossAccumulator.add
-    fusedce.LossAccumulator.add = lambda acc, out: (seen.append(int(out[1])), add(acc, out))[1]
-    try:
-        with warnings.catch_warnings():
+    def evaluated(rank):
+        accelerator(rank)
+        trainer = FusedTrainer(
+            model=sharpened(), args=arguments(tmp_path, per_device_eval_batch_size=2),
+            eval_dataset=Dataset(7), data_collator=collate,
+        )  # fmt: skip
+        seen, add = [], fusedce.LossAccumulator.add
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            count = lambda acc, out: (seen.append(int(out[1])), add(acc, out))[1]  # noqa: E731
+            patch.setattr(fusedce.LossAccumulator, "add", count)
             warnings.simplefilter("error", UserWarning)
             return trainer.evaluate()["eval_loss"], sum(seen)
-    finally:
-        fusedce.LossAccumulator.add = add
 
-
-@pytest.mark.parametrize("shifted", [False, True])
-def test_repeated_samples_of_an_evaluation_are_counted_once(shifted, tmp_path):
-    data = Dataset(7)
-    n = sum(int((row["labels"][1:] != -100).sum()) for row in data.rows)
-    case = {"evaluated": functools.partial(evaluated_on_two_ranks, shifted, tmp_path)}
-    found = ranks.of(ranks.run(case), "evaluated")
-    exact = true_mean(sharpened(), data)
-    assert sum(counted for _, counted in found) == n
-    for loss, _ in found:
-        assert loss == pytest.approx(exact, rel=SAME_MODEL)
+    losses, counted = zip(*ranks.shared({"evaluated": evaluated})("evaluated"), strict=True)
+    assert sum(counted) == sum(int((row["labels"][1:] != -100).sum()) for row in Dataset(7).rows)
+    assert losses == pytest.approx([true_mean(sharpened(), Dataset(7))] * 2, rel=SAME_MODEL)
 
 
 class Logging(FusedTrainer):
@@ -356,9 +330,7 @@ def trained_and_evaluated(folder, rank=None):
     """What is logged in two steps of 8 rows, a third of which have no labels, and evaluated."""
     if rank is not None:
         accelerator(rank)
-    data = Dataset()
-    for row in data.rows[::3]:
-        row["labels"] = torch.full_like(row["labels"], -100)
+    data = labelled(16, -100, slice(None, None, 3))
     args = arguments(
         folder, 4 if rank is None else 2, 2, max_steps=2, max_grad_norm=1.0,
         per_device_eval_batch_size=2,
@@ -371,7 +343,7 @@ def trained_and_evaluated(folder, rank=None):
 
 def test_two_ranks_equal_one(tmp_path):
     case = {"two": functools.partial(trained_and_evaluated, tmp_path)}
-    two, _ = ranks.of(ranks.run(case), "two")
+    two, _ = ranks.shared(case)("two")
     one = trained_and_evaluated(tmp_path)
     for name, values in one.items():
         assert len(values) == (1 if "eval" in name else 2)

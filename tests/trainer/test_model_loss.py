@@ -29,10 +29,11 @@ def exact(world):
     return [p.grad for p in model.parameters()], float(total / n), n
 
 
-def check(grads, metrics, world):
+def check(model, acc, world):
     eager, loss, n = exact(world)
-    for grad, one in zip(grads, eager, strict=True):
-        assert distance(grad, one) <= SAME_MODEL
+    for p, grad in zip(model.parameters(), eager, strict=True):
+        assert distance(p.grad, grad) <= SAME_MODEL
+    metrics = acc.metrics()
     assert metrics["n_tokens"] == n
     assert metrics["loss"] == pytest.approx(loss, rel=SAME_MODEL)
 
@@ -42,10 +43,11 @@ def test_model_loss_is_the_sum_over_the_count():
     for batch in micro_batches(0):
         acc.backward(model_loss(model, batch))
     acc.finish(model.parameters())
-    check([p.grad for p in model.parameters()], acc.metrics(), 1)
+    check(model, acc, 1)
 
 
-def prepared(rank):
+@ranks.together()
+def test_two_ranks_of_accelerate(rank):
     engine = accelerator(rank)
     model = replace_loss_head(llama())
     model, optimizer = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -57,12 +59,7 @@ def prepared(rank):
             acc.backward(model_loss(model, batch))
     acc.backward(model_loss(model, last))
     acc.finish(model.parameters())
-    return [p.grad for p in model.parameters()], acc.metrics()
-
-
-def test_two_ranks_of_accelerate():
-    for grads, metrics in ranks.of(ranks.run({"two": prepared}), "two"):
-        check(grads, metrics, 2)
+    check(model, acc, 2)
 
 
 def test_a_head_that_is_not_replaced_is_refused():

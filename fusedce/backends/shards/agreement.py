@@ -7,7 +7,6 @@ ranks' arguments and tokens, and finds each rank's rows of the vocabulary (:func
 from __future__ import annotations
 
 import contextlib
-import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedce.agreement import (
-    GUARDS,
-    SHARE_TOKENS,
     TEXT,
     Told,
     device_for,
@@ -27,30 +24,90 @@ from fusedce.agreement import (
     send,
     words_of,
 )
-from fusedce.backends.gradients import memory_of
-from fusedce.backends.plan import device_budget
-from fusedce.backends.shards.collectives import waiting_for_ranks
+from fusedce.backends.shards.collectives import Tokens, waiting_for_ranks
 from fusedce.contract.groups import Ranks, is_dtensor, name_of
-from fusedce.contract.objective import folded
 from fusedce.contract.problem import NUMBERS, Problem
 from fusedce.contract.task import Shard
 
-FUNCTIONS = SUM, LOSSES, STATISTICS, MEAN_LOGIT, ARGMAX, TOPK, DIVERGENCE = (
+SUM, LOSSES, STATISTICS, ARGMAX, TOPK, DIVERGENCE = (
     "a sum of losses",
     "losses of tokens",
     "statistics of tokens",
-    "statistics of tokens with mean_logit",
     "likeliest classes",
     "the k likeliest classes",
     "a divergence",
 )
-# A rank sends the number of its rows of the vocabulary, of its tokens, of those that are computed
-# and of those that are valid; its bytes for a chunk's logits; checksums of labels, weights and
-# temperatures; and a sketch of its hidden states.
-_ROWS, _TOKENS, _COUNTED, _VALID, _BUDGET, _LABELS, _WEIGHTS, _TEMPERATURES, _SKETCH = range(9)
-LENGTH = TEXT + _SKETCH + 9  # under 128 int64, the 1 KiB of which docstrings speak
+# Numbers that a rank sends: of its rows of the vocabulary, of its tokens, and checksums.
+_ROWS, _TOKENS, _LABELS, _WEIGHTS, _TEMPERATURES = range(5)
+LENGTH = TEXT + 5  # under 128 int64, the 1 KiB of which docstrings speak
 _FIRST, _STEP = 0x2127599BF4325C37, 0x1_2DE6_BB58  # weights of a checksum: odd, even
-_NOISE = 0.01  # share of their norm by which replicas' hidden states may differ, from rounding
+
+
+def agree(
+    problem: Problem,  # of local tensors
+    groups: list[dist.ProcessGroup],  # as :func:`groups_of`, the vocabulary's last
+    *,
+    tokens_sharded: bool,
+    vocab_size: int | None,
+    **asked: Any,
+) -> tuple[Shard, Tokens]:
+    """Compare the ranks' settings and tokens, and find each rank's rows of the vocabulary.
+
+    ``asked``: further settings that must be equal; a ``function``, and the names of what is asked
+    for beside the loss as ``monitor``, decide on the others.
+
+    Collectives: one all-gather of under 1 KiB on each of ``groups``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: the ranks do not fit, or one of them has raised; the
+            same on all of them.
+    """
+    group, labels = groups[-1], problem.labels.reshape(-1).long()
+    N = problem.hidden.shape[:-1].numel()
+    mine = torch.zeros(LENGTH - TEXT, dtype=torch.int64, device="cpu")
+    mine[_ROWS], mine[_TOKENS] = len(problem.weight), N
+    mine = mine.to(labels.device, non_blocking=True)
+    _checksum(labels, out=mine[_LABELS])
+    valid = torch.ones(N, dtype=torch.bool, device=labels.device)
+    if problem.ignore_index is not None and N:
+        valid = (labels != problem.ignore_index).view(N, -1).any(1)
+    for at, x in ((_WEIGHTS, problem.token_weight), (_TEMPERATURES, problem.temperature)):
+        if x is not None:
+            _checksum(torch.where(valid, x.detach().reshape(-1).double(), 0), out=mine[at])
+    settings = _settings(problem, **asked, tokens_sharded=tokens_sharded, vocab_size=vocab_size)
+    with tell_peers_on_error(groups, labels.device):
+        mine = row(settings, mine)
+    told = _meet(mine, groups)
+    shared = "must be the same on all ranks that share the vocabulary"
+    if (differ := differing(told)) is not None:
+        name, said = differ
+        if name in ("softcap", "logit_scale") and asked["function"].startswith(STATISTICS):
+            name = f"{name} / temperature"
+        raise ValueError(f"{name} {shared}, here it is {said}")
+    rows, tokens, *checksums = zip(*(one.numbers for one in told), strict=True)
+    if not tokens_sharded:
+        if len({*tokens}) > 1 or len({*checksums[0]}) > 1:
+            raise ValueError(
+                f"labels {shared}, they hold {list(tokens)} tokens with different labels. (A "
+                f"weight sharded by FSDP is no sharded vocabulary: compute the loss inside the "
+                f"module's forward, where it is whole. Tokens that differ by design need "
+                f"tokens_sharded=True.)"
+            )
+        for name, checksum in zip(("token_weight", "temperature"), checksums[1:], strict=True):
+            if len({*checksum}) > 1:
+                raise ValueError(f"{name} {shared}, here their values differ")
+    if vocab_size is not None and not 0 < vocab_size <= sum(rows):
+        raise ValueError(f"vocab_size must be 1 to {sum(rows)} (all rows), got {vocab_size}")
+    classes = vocab_size or sum(rows)
+    if problem.class_weight is not None and problem.class_weight.shape != (classes,):
+        raise ValueError(
+            f"class_weight must be (V,) = ({classes},), the weights of all ranks' classes, got "
+            f"{tuple(problem.class_weight.shape)}"
+        )
+    gathered = Tokens(group, N, max(tokens)) if tokens_sharded else Tokens()
+    H, element = problem.hidden.shape[-1], problem.hidden.element_size()
+    first, held = sum(rows[: dist.get_rank(group)]), len(tokens) * gathered.most * H * element
+    return Shard(name_of(group), first, classes, max(rows), held), gathered
 
 
 def _settings(problem: Problem, **asked: Any) -> dict[str, Any]:
@@ -113,179 +170,24 @@ def _meet(mine: Tensor, groups: list[dist.ProcessGroup]) -> list[Told]:
     Every rank takes part in all of them, a rank with an error too: so the error passes from one
     dimension of the mesh to the next, and all ranks raise it.
     """
-    error: Exception | None = None
     for group in groups:
         with waiting_for_ranks(group):
             table, work = send(mine, group)
             work.wait()
         told = table.read()
         words = next((one.error for one in told if one.error), "")
-        if not words and group is not groups[-1]:
-            words = _other_tokens(told)
+        if not words and group is not groups[-1] and len({x.numbers[_LABELS] for x in told}) > 1:
+            words = (
+                "ValueError: weight is replicated over a dimension of its mesh over which the "
+                "labels differ: its gradient would claim to be the same there, and differ. Put the "
+                'weight on the vocabulary\'s dimension alone (mesh["tp"]), and let DDP or FSDP '
+                "reduce over the other"
+            )
         if words:
             mine = row(words, 0 * mine[TEXT:])
-        error = failure_of(told)
-    if error is not None:
+    if (error := failure_of(told)) is not None:
         raise error
     return told
-
-
-def _other_tokens(told: list[Told]) -> str:
-    """An error's words, if ranks differ over which the weight is replicated."""
-    what = "labels" if len({one.numbers[_LABELS] for one in told}) > 1 else ""
-    what = what or ("hidden states" if _hidden_differs(told) else "")
-    return what and (
-        f"ValueError: weight is replicated over a dimension of its mesh over which the {what} "
-        f"differ: its gradient would claim to be the same there, and differ. Put the weight on the "
-        f'vocabulary\'s dimension alone (mesh["tp"]), and let DDP or FSDP reduce over the other'
-    )
-
-
-def _hidden_differs(told: list[Told]) -> bool:
-    """Whether the hidden states of two ranks that have sent sketches differ beyond rounding."""
-    sketches = [struct.unpack("9d", struct.pack("9q", *one.numbers[_SKETCH:])) for one in told]
-    first, *others = [x for x in sketches if x[0] > 0] or sketches[:1]
-    return any(
-        sum((a - b) ** 2 for a, b in zip(first[1:], other[1:], strict=True))
-        > _NOISE**2 * max(first[0], other[0])
-        for other in others
-    )
-
-
-def _sketch(problem: Problem) -> Tensor:
-    """``(9,)`` float64 that tell how far apart two ranks' hidden states are.
-
-    The squared norm, and eight sums with random signs (Alon, Matias and Szegedy 1996): the squared
-    distance of two ranks' sums is about that of what they sum. Ignored positions are no part of it.
-    """
-    hidden = problem.hidden.detach().reshape(-1, problem.hidden.shape[-1])
-    wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-    wide = wide.masked_fill(~_valid(problem)[:, None], 0)
-    eight = torch.arange(8, device=wide.device)
-    rows = torch.arange(len(wide), device=wide.device)[:, None]
-    columns = torch.arange(wide.shape[1], device=wide.device)
-    sums = _signs(rows * 8 + eight).to(wide).t() @ wide  # (8, H)
-    sums = (sums.double() * _signs(columns + eight[:, None] * len(columns))).sum(1)
-    return torch.cat([wide.square().sum(dtype=torch.float64)[None], sums])
-
-
-def _valid(problem: Problem) -> Tensor:
-    """``(N,)`` bool: tokens with a label to predict, or with several classes one of them."""
-    N = problem.hidden.shape[:-1].numel()
-    labels = problem.labels.reshape(N, -1 if N else 1)
-    if problem.ignore_index is None:
-        return torch.ones_like(labels[:, 0], dtype=torch.bool)
-    valid = labels != problem.ignore_index
-    return valid[:, 0] if labels.shape[1] == 1 else valid.any(1)
-
-
-def _signs(i: Tensor) -> Tensor:
-    """1 or -1 for each number below 2**32, the same on every rank, without a pattern."""
-    for _ in range(2):  # mix bits as a hash does, where a product alone alternates
-        i = ((i ^ (i >> 16)) + 1) * 0x45D9F3B & 0xFFFFFFFF
-    return 1 - 2 * ((i >> 16) & 1)
-
-
-def agree(
-    problem: Problem,  # of local tensors
-    groups: list[dist.ProcessGroup],  # as :func:`groups_of`, the vocabulary's last
-    *,
-    tokens_sharded: bool,
-    vocab_size: int | None,
-    **asked: Any,
-) -> Shard:
-    """Compare the ranks' settings and tokens, and find each rank's rows of the vocabulary.
-
-    ``asked``: further settings that must be equal; a ``function`` of `FUNCTIONS`, and the names of
-    what is asked for beside the loss as ``monitor``, decide on the others.
-
-    Collectives: one all-gather of under 1 KiB on each of ``groups``.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: the ranks do not fit, or one of them has raised; the
-            same on all of them.
-    """
-    group = groups[-1]
-    labels = problem.labels.reshape(-1).long()
-    valid = _valid(problem)
-    N = len(valid)
-    weights, temperatures = (
-        None if x is None else torch.where(valid, x.detach().reshape(-1).double(), 0)
-        for x in (problem.token_weight, problem.temperature)
-    )
-    # Tokens of weight 0 are left out; a class weight counts as its tokens' weight.
-    c = problem.class_weight
-    if c is not None and (asked["function"] == DIVERGENCE or c.dim() != 1 or not len(c)):
-        c = None  # a factor of probabilities, or an error below
-    flat = problem.but(labels=labels, token_weight=weights, class_weight=c)
-    w = folded(flat).token_weight
-    counted = valid if w is None else valid & (w != 0)
-    mine = torch.zeros(LENGTH - TEXT, dtype=torch.int64, device="cpu")
-    mine[_ROWS], mine[_TOKENS] = len(problem.weight), N
-    mine[_BUDGET] = device_budget(memory_of(labels.device))
-    mine = mine.to(labels.device, non_blocking=True)
-    torch.sum(valid, 0, out=mine[_VALID])
-    torch.sum(counted, 0, out=mine[_COUNTED])
-    checked = {_LABELS: labels, _WEIGHTS: weights, _TEMPERATURES: temperatures}
-    for at, x in checked.items():
-        if x is not None:
-            _checksum(x, out=mine[at])
-    if len(groups) > 1 or (GUARDS and not tokens_sharded):
-        mine[_SKETCH:] = _sketch(problem).view(torch.int64)
-    both = {"tokens_sharded": tokens_sharded, "vocab_size": vocab_size}
-    settings = _settings(problem, **asked, **both)
-    with tell_peers_on_error(groups, labels.device):
-        mine = row(settings, mine)
-    told = _meet(mine, groups)
-    if (differ := differing(told)) is not None:
-        name, said = differ
-        if name in ("softcap", "logit_scale") and asked["function"].startswith(STATISTICS):
-            name = f"{name} / temperature"
-        raise ValueError(
-            f"{name} must be the same on all ranks that share the vocabulary, here it is {said}"
-        )
-    rows, tokens, counts, valids, budgets, *checksums = zip(
-        *(one.numbers[:_SKETCH] for one in told), strict=True
-    )
-    if not tokens_sharded:
-        if len({*tokens}) > 1 or len({*checksums[0]}) > 1:
-            raise ValueError(
-                f"labels must be the same on all ranks that share the vocabulary, they hold "
-                f"{list(tokens)} tokens with different labels. (A weight sharded by FSDP is no "
-                f"sharded vocabulary: compute the loss inside the module's forward, where it is "
-                f"whole. Tokens that differ by design need tokens_sharded=True.)"
-            )
-        for name, checksum in zip(("token_weight", "temperature"), checksums[1:], strict=True):
-            if len({*checksum}) > 1:
-                raise ValueError(
-                    f"{name} must be the same on all ranks that share the vocabulary, here their "
-                    f"values differ"
-                )
-        if _hidden_differs(told):
-            raise ValueError(
-                "hidden must be the same on all ranks that share the vocabulary, here the hidden "
-                "states differ beyond rounding: gather what sequence parallelism has divided, and "
-                "give dropout the same seed on these ranks"
-            )
-        SHARE_TOKENS.add(tuple(dist.get_process_group_ranks(group)))
-    if vocab_size is not None and not 0 < vocab_size <= sum(rows):
-        raise ValueError(f"vocab_size must be 1 to {sum(rows)} (all rows), got {vocab_size}")
-    classes = vocab_size or sum(rows)
-    if problem.class_weight is not None and problem.class_weight.shape != (classes,):
-        raise ValueError(
-            f"class_weight must be (V,) = ({classes},), the weights of all ranks' classes, got "
-            f"{tuple(problem.class_weight.shape)}"
-        )
-    return Shard(
-        name=name_of(group),
-        first=sum(rows[: dist.get_rank(group)]),
-        V=classes,
-        largest=max(rows),
-        tokens=tokens if tokens_sharded else None,
-        counted=sum(counts) if tokens_sharded else counts[0],
-        valid=sum(valids) if tokens_sharded else valids[0],
-        budget=min(budgets),
-    )
 
 
 def layout_of(

@@ -1,81 +1,20 @@
-"""A rank's shard of the vocabulary, and the collectives of tokens and their gradients."""
+"""Collectives of ranks that share a vocabulary, and the plan that is the same on all of them."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fusedce.agreement import ALL_GATHER, not_all_came
-from fusedce.backends.gradients import Gradients, call_of
-from fusedce.backends.held import Call
+from fusedce.backends.gradients import call_of
+from fusedce.backends.held import DEVICE_BUDGET, Call
 from fusedce.contract.problem import Problem, Wanted, acc_dtype
 from fusedce.contract.task import Shard
-
-# The name of the collective from torch 2.13 on, and before.
-REDUCE_SCATTER = (
-    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-)
-
-
-def sharded_call(problem: Problem, shard: Shard, N: int) -> Call:
-    """Sizes for a plan, of the largest shard, so that all ranks make the same plan.
-
-    ``N``: the number of all ranks' tokens.
-    """
-    hidden, H = problem.hidden, problem.hidden.shape[1]
-    acc = acc_dtype(hidden.dtype).itemsize
-    fixed = N * (acc * H + 64)  # d_hidden, of all tokens beside those that count
-    if shard.tokens is not None:
-        fixed += N * H * hidden.element_size()
-    wanted, triton = Wanted(hidden=True, weight=True), problem.backend == "triton"
-    logit = None if triton else acc
-    call = call_of(problem, wanted, shard.counted, logit=logit, triton=triton)
-    return call._replace(
-        N=N, V=max(shard.largest, 1), fixed=fixed, copies=max(call.copies, 3), threads=1,
-        budget=shard.budget,
-    )  # fmt: skip
-
-
-def of_classes(grads: Gradients, real: int) -> Gradients:
-    """The gradients of the first ``real`` rows, which are classes; those of padding become 0."""
-    of_real = copy.copy(grads)
-    if grads.weight is not None:
-        grads.weight[real:] = 0
-        of_real.weight = grads.weight[:real]
-    if grads.bias is not None:
-        of_real.bias = grads.bias[:real]
-    return of_real
-
-
-def all_tokens(problem: Problem, most: int, group: dist.ProcessGroup) -> Problem:
-    """The problem of every rank's tokens, those of each rank padded to ``most`` by ignored ones.
-
-    Collectives: an all-gather each of hidden states, labels, and token weights and temperatures if
-    there are any; these two in float64, since ranks may hold them in different dtypes.
-    """
-    token_weight, temperature = problem.token_weight, problem.temperature
-    assert problem.ignore_index is not None
-    return problem.but(
-        hidden=gather_tokens(problem.hidden, most, 0, group),
-        labels=gather_tokens(problem.labels, most, problem.ignore_index, group),
-        token_weight=(
-            None if token_weight is None else gather_tokens(token_weight.double(), most, 0, group)
-        ),
-        temperature=(
-            None if temperature is None else gather_tokens(temperature.double(), most, 1, group)
-        ),
-    )
-
-
-def gather_tokens(x: Tensor, most: int, value: float, group: dist.ProcessGroup) -> Tensor:
-    """``x (n, ...)`` of every rank, each padded to ``most`` tokens, one after the other."""
-    padded = x.new_full((most, *x.shape[1:]), value)
-    padded[: len(x)] = x
-    return all_gather(padded, group)
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -105,44 +44,108 @@ def waiting_for_ranks(group: dist.ProcessGroup) -> Iterator[None]:
         ) from error
 
 
-class RunningSums:
-    """The ranks' ``d_rows (N_valid, H)``, added up piece by piece beside the computation.
+def sharded_call(problem: Problem, shard: Shard, n: int) -> Call:
+    """Sizes for a plan of ``n`` tokens, of the largest shard: all ranks make the same plan."""
+    acc, triton = acc_dtype(problem.hidden.dtype).itemsize, problem.backend == "triton"
+    wanted, logit = Wanted(hidden=True, weight=True), None if triton else acc
+    call = call_of(problem, wanted, n, logit=logit, triton=triton)
+    return call._replace(
+        V=max(shard.largest, 1), fixed=64 * call.N + shard.gathered, copies=max(call.copies, 3),
+        threads=1, budget=DEVICE_BUDGET,
+    )  # fmt: skip
 
-    Sharded tokens are added up in the end.
+
+# ---- tokens of each rank's own ------------------------------------------------------------------
+
+
+class Tokens(NamedTuple):
+    """Tokens of all ranks, one rank after the other, each padded to ``most``.
+
+    Without ``group`` all ranks hold the same tokens, and nothing is done.
     """
 
-    def __init__(self, d_rows: Tensor | None, shard: Shard) -> None:
-        self._d_rows, self._shard, self._group = d_rows, shard, shard.group
-        self._started = 0  # rows
-        self._works: list[dist.Work] = []
+    group: dist.ProcessGroup | None = None
+    n: int = 0  # tokens of this rank's own
+    most: int = 0
 
-    def start(self, end: int) -> None:
-        """Start the all-reduce of the rows before ``end`` that has not been started."""
-        if self._d_rows is not None and self._shard.tokens is None and end > self._started:
-            rows = self._d_rows[self._started : end]
-            self._works.append(dist.all_reduce(rows, group=self._group, async_op=True))
-            self._started = end
+    def all_of(self, problem: Problem) -> Problem:
+        """The problem of every rank's tokens, padded by ignored ones; differentiable in hidden.
 
-    def d_hidden(self, rows: Tensor, N: int, n_here: int) -> Tensor:
-        """``d_hidden (n_here, H)`` of this rank's tokens, from that of the valid ``rows`` of ``N``.
-
-        Collectives: an all-reduce of the remaining rows, or a reduce-scatter of ``(N, H)`` if the
-        tokens are sharded.
+        Collectives: an all-gather each of hidden states, labels, and token weights and temperatures
+        if there are any; these two in float64, since ranks may hold them in different dtypes.
         """
-        d_rows, shard = self._d_rows, self._shard
-        assert d_rows is not None
-        self.start(len(d_rows))
-        with waiting_for_ranks(self._group):
-            for work in self._works:
-                work.wait()
-        if shard.tokens is None and len(rows) == N:
-            return d_rows
-        d_hidden = d_rows.new_zeros(N, d_rows.shape[1])
-        d_hidden[rows] = d_rows
-        if shard.tokens is None:
-            return d_hidden
-        mine = d_rows.new_empty(max(shard.tokens), d_rows.shape[1])
-        if N:
-            with waiting_for_ranks(shard.group):
-                getattr(dist, REDUCE_SCATTER)(mine, d_hidden, group=shard.group)
-        return mine[:n_here]
+        if self.group is None:
+            return problem
+        w, t = problem.token_weight, problem.temperature
+        assert problem.ignore_index is not None
+        hidden: Tensor = _Gathered.apply(problem.hidden, self)
+        return problem.but(
+            hidden=hidden,
+            labels=self.gather(problem.labels, problem.ignore_index),
+            token_weight=None if w is None else self.gather(w.double()),
+            temperature=None if t is None else self.gather(t.double(), 1),
+        )
+
+    def gather(self, x: Tensor, fill: float = 0) -> Tensor:
+        """``x (n, ...)`` of every rank; ``fill`` is the padding."""
+        if self.group is None:
+            return x
+        padded = x.new_full((self.most, *x.shape[1:]), fill)
+        padded[: len(x)] = x
+        return all_gather(padded, self.group)
+
+    def own(self, *every: Tensor) -> tuple[Tensor, ...]:
+        """This rank's tokens of each ``(ranks * most, ...)``, differentiable.
+
+        Collectives, in backward: one all-gather of the upstream gradients.
+        """
+        if self.group is None:
+            return every
+        made: tuple[Tensor, ...] = _Own.apply(self, *every)
+        return made
+
+    def place(self) -> slice:
+        """Where this rank's own tokens stand."""
+        first = dist.get_rank(self.group) * self.most
+        return slice(first, first + self.n)
+
+
+class _Gathered(torch.autograd.Function):
+    """Hidden states of all ranks. Each rank has the whole of their gradient, and keeps its own."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, tokens: Tokens) -> Tensor:
+        ctx.tokens = tokens
+        return tokens.gather(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad[ctx.tokens.place()].clone(), None
+
+
+class _Own(torch.autograd.Function):
+    """This rank's tokens; backward brings the upstream gradients of all ranks' tokens together.
+
+    One node for all statistics, so that all ranks run it whichever of them each of them uses.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tokens, *every: Tensor) -> tuple[Tensor, ...]:
+        own = tuple(x[tokens.place()].clone() for x in every)
+        ctx.mark_non_differentiable(*(x for x in own if not x.is_floating_point()))
+        ctx.tokens, ctx.differentiable = tokens, [x.is_floating_point() for x in own]
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        given = [u for u, x in zip(upstream, ctx.differentiable, strict=True) if x]
+        columns = [u.flatten(1) if u.dim() > 1 else u[:, None] for u in given]
+        table = ctx.tokens.gather(torch.cat(columns, 1))
+        parts = iter(table.split([x.shape[1] for x in columns], 1))
+        found: list[Tensor | None] = []
+        for u, x in zip(upstream, ctx.differentiable, strict=True):
+            part = next(parts).reshape(-1, *u.shape[1:]) if x else None
+            # All ranks leave out the work for a statistic that no token of theirs needs.
+            needed = part is not None and (not found or bool(part.ne(0).any()))
+            found.append(part if needed else None)
+        return None, *found

@@ -32,17 +32,11 @@ from fusedce.backends.gradients import Gradients, call_of, waiting
 from fusedce.backends.held import Way, compared_classes
 from fusedce.backends.plan import way_of_divergence
 from fusedce.backends.protocol import Summed
-from fusedce.backends.shards.collectives import (
-    RunningSums,
-    all_tokens,
-    gather_tokens,
-    of_classes,
-    sharded_call,
-)
+from fusedce.backends.shards.collectives import all_reduce, sharded_call
 from fusedce.backends.shards.merge import largest, nll_and_lse, of_ranks, sums
 from fusedce.backends.torch.logit_tiles import Logits, Sums, TileStats, maxima, tiles, write_labels
 from fusedce.backends.torch.products import Products
-from fusedce.backends.torch.rows import chunks_of, counted_rows, valid_rows
+from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.contract.divergence import (
     FORWARD,
     INFINITE,
@@ -60,18 +54,17 @@ from fusedce.contract.task import Shard, Task
 def divergence_and_grads(task: Task) -> Summed:
     """Each token's loss, and the wanted gradients of their sum; holds each head's logits.
 
-    With a sharded vocabulary they are this rank's tokens, and each rank walks over its classes.
+    With a sharded vocabulary each rank walks over its classes.
     """
-    asked, wanted, divergence, shard = task
+    problem, wanted, divergence, shard = task
     assert divergence is not None
-    problem = asked
-    if shard is None:
-        rows, n_valid = valid_rows(problem)
-        call = call_of(problem, wanted, len(rows), waiting(problem))
-    else:
-        problem, divergence = _of_shard(problem, divergence, shard)
-        rows, n_valid = counted_rows(problem, shard)
-        call = sharded_call(problem, shard, len(problem.hidden))
+    rows, n_valid = valid_rows(problem, None if shard is None else shard.V)
+    call = call_of(problem, wanted, len(rows), waiting(problem))
+    if shard is not None:
+        call = sharded_call(problem, shard, len(rows))
+        if problem.class_weight is not None:
+            here = slice(shard.first, shard.first + len(problem.weight))
+            problem = problem.but(class_weight=problem.class_weight[here])
     hidden, device = problem.hidden, problem.hidden.device
     products = Products.of(hidden)
     acc, gemm = products.acc, products.gradients
@@ -82,13 +75,11 @@ def divergence_and_grads(task: Task) -> Summed:
         memory_budget=problem.memory_budget,
     )
     parts = chunks_of(rows, way.tokens)
-    with_padding = problem.but(weight=asked.weight, bias=asked.bias)
-    grads = Gradients(with_padding, wanted, dtypes=waiting(asked), chunks=len(parts))
-    of_head = of_classes(grads, len(problem.weight))
+    grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=len(parts))
     compared = (_ToTargets if divergence.kind == TARGETS else _ToTeacher)(
         problem, divergence, way, compared_classes(call, way), shard
     )
-    factor = expected_upstream(asked, n_valid)
+    factor = expected_upstream(problem, n_valid)
     outer = problem.logit_scale / divergence.temperature * factor.double()
     losses = torch.zeros(len(hidden), dtype=acc, device=device)
     weights = problem.token_weight
@@ -108,43 +99,15 @@ def divergence_and_grads(task: Task) -> Summed:
             tile = g[begin:end].to(gemm)
             if dh is not None:
                 products(tile.t(), compared.logits.rows(begin, end, gemm), dh, add=True)
-            if of_head.weight is not None:
-                products(tile, scaled, of_head.weight[begin:end], add=at > 0)
-        if of_head.bias is not None:
-            of_head.bias += torch.mv(g, of_rows[:, 0])
+            if grads.weight is not None:
+                products(tile, scaled, grads.weight[begin:end], add=at > 0)
+        if grads.bias is not None:
+            grads.bias += torch.mv(g, of_rows[:, 0])
         if dh is not None and grads.hidden is not None:
             grads.hidden[chunk] = dh.mul_(of_rows).to(grads.hidden.dtype)
-    d_hidden, d_weight, d_bias = grads.written()
-    if shard is not None:
-        n_here = len(asked.hidden)
-        losses = shard.own(losses, n_here)
-        if wanted.hidden:
-            d_hidden = RunningSums(d_hidden[rows], shard).d_hidden(rows, len(hidden), n_here)
-    return Summed(losses, n_valid, factor, d_hidden, d_weight, d_bias)
-
-
-def _of_shard(problem: Problem, divergence: Divergence, shard: Shard) -> tuple[Problem, Divergence]:
-    """The same for the tokens of all ranks and the classes that lie here.
-
-    Labels stay among all classes. Collectives: those of :func:`all_tokens` and one more, where
-    each rank has tokens of its own.
-    """
-    real, of_teacher, c = shard.real(problem), divergence.hidden, problem.class_weight
-    if shard.tokens is not None:
-        most = max(shard.tokens)
-        problem = all_tokens(problem, most, shard.group)
-        if of_teacher is not None:
-            of_teacher = gather_tokens(of_teacher, most, 0, shard.group)
-
-    def here(x: Tensor | None, first: int = 0) -> Tensor | None:
-        return None if x is None else x[first : first + real]
-
-    problem = problem.but(
-        weight=problem.weight[:real], bias=here(problem.bias), class_weight=here(c, shard.first)
-    )
-    return problem, divergence.but(
-        hidden=of_teacher, weight=here(divergence.weight), bias=here(divergence.bias)
-    )
+    if shard is not None and grads.hidden is not None:
+        all_reduce(grads.hidden, shard.group)
+    return Summed(losses, n_valid, factor, *grads.written())
 
 
 class _Lse(NamedTuple):

@@ -57,6 +57,7 @@ class Products(NamedTuple):
 
     @classmethod
     def of(cls, hidden: Tensor) -> Products:
+        """The dtypes of the GEMMs of ``hidden (N, H)``, by its dtype and device."""
         dtype, acc = hidden.dtype, acc_dtype(hidden.dtype)
         if hidden.is_cuda and acc != dtype:
             return cls(dtype, dtype, dtype if dtype == torch.bfloat16 else acc, acc)

@@ -10,43 +10,43 @@ from torch import Tensor
 from fusedce.backends.plan import ROW_MULTIPLE
 from fusedce.contract.labels import bad_label_code, bad_label_message
 from fusedce.contract.problem import Problem
-from fusedce.contract.task import Shard
 
 Rows = slice | Tensor  # of a matrix; as a slice where they stand side by side
 
 
-def valid_rows(
-    problem: Problem, V: int | None = None, n: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Positions with a label to predict and a weight other than 0; the number of the former.
+def used_tokens(problem: Problem, V: int) -> tuple[Tensor, Tensor]:
+    """``(N,)`` bool: tokens with a label to predict and a weight other than 0; the former's number.
 
-    ``V`` where it is not the number of rows of ``weight``. A bad label raises on a CPU; elsewhere
-    the number is a negative code (see `LossSum`) and the label's logit NaN, as with the Triton
-    backend. ``n`` positions, where their number is known: then nothing waits for the device, and a
-    bad label is a code on a CPU, too.
+    A bad label raises on a CPU; elsewhere the number is a negative code (see `LossSum`) and the
+    label's logit NaN, as with the Triton backend, and nothing waits for the device.
     """
-    labels, token_weight = problem.labels, problem.token_weight
-    V = problem.weight.shape[0] if V is None else V
-    valid = problem.valid()
-    n_valid = valid.sum()
+    labels, valid = problem.labels, problem.valid()
     bad = valid & ((labels < 0) | (labels >= V))
-    if len(labels):
-        first = bad.int().argmax(0)
-        code = bad_label_code(first, labels.gather(0, first[None])[0].long())
-        n_valid = torch.where(bad.any(), code, n_valid)
-    if n is None and labels.device.type == "cpu" and n_valid < 0:
+    n_valid = count_or_code(labels, valid, bad)
+    if labels.device.type == "cpu" and n_valid < 0:
         raise ValueError(bad_label_message(int(n_valid), V, problem.ignore_index, labels))
-    if token_weight is not None:
-        valid = valid & ((token_weight != 0) | bad)
-    if n is None:
-        return valid.nonzero()[:, 0], n_valid
-    return valid.int().argsort(descending=True, stable=True)[:n], n_valid
+    if problem.token_weight is not None:
+        valid = valid & ((problem.token_weight != 0) | bad)
+    return valid, n_valid
 
 
-def counted_rows(problem: Problem, shard: Shard) -> tuple[Tensor, Tensor]:
-    """Find rows as :func:`valid_rows` does, without waiting for a device: their number is known."""
-    on_cpu = problem.labels.device.type == "cpu"
-    return valid_rows(problem, shard.V, None if on_cpu else shard.counted)
+def count_or_code(labels: Tensor, valid: Tensor, bad: Tensor) -> Tensor:
+    """``()`` int64: the number of ``valid`` tokens, or the code of the first bad label."""
+    n_valid = valid.sum()
+    if not len(labels):
+        return n_valid
+    first = bad.int().argmax(0)
+    code = bad_label_code(first, labels.gather(0, first[None])[0].long())
+    return torch.where(bad.any(), code, n_valid)
+
+
+def valid_rows(problem: Problem, V: int | None = None) -> tuple[Tensor, Tensor]:
+    """Positions of :func:`used_tokens`; the number of tokens with a label to predict.
+
+    ``V`` where it is not the number of rows of ``weight``. Waits for the device.
+    """
+    used, n_valid = used_tokens(problem, problem.weight.shape[0] if V is None else V)
+    return used.nonzero()[:, 0], n_valid
 
 
 def chunks_of(rows: Tensor, size: int) -> tuple[Tensor, ...]:

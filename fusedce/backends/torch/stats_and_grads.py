@@ -129,7 +129,7 @@ class _Block(NamedTuple):
     """A block of tokens: where they are, and the factors of their gradient, (R,) each."""
 
     rows: Rows
-    y: Tensor  # labels, in range
+    y: Tensor  # labels; those of no row have no entry
     lse: Tensor
     alpha: Tensor  # as in Upstream, in the dtype of logits
     beta: Tensor | None
@@ -158,7 +158,7 @@ class _Block(NamedTuple):
         classes = upstream.classes
         return cls(
             rows,
-            problem.labels[rows].long().clamp(0, problem.weight.shape[0] - 1),
+            problem.labels[rows].long(),
             lse[rows].to(head.acc),
             factor(upstream.alpha),  # type: ignore[arg-type]
             factor(upstream.beta),

@@ -125,6 +125,7 @@ def aligned(x: Tensor) -> bool:
 
 @functools.cache
 def say_once(what: str) -> None:
+    """Warn, once for each text, of a way that is slower."""
     warnings.warn(f"fusedce: {what}; this is slower, the result is the same", stacklevel=5)
 
 

@@ -189,11 +189,10 @@ def _factors(
     """Factors of the rows in fp32, and the upstream factors by name, divided by them.
 
     Only float16 has factors of rows, so that the kernel stores at most about 2 times the scale of
-    the logits, whatever comes from upstream. The ``at_label`` of a bad label is NaN, and makes all
-    of its row NaN.
+    the logits, whatever comes from upstream.
     """
     at_label = upstream.at_label[rows].double()
-    alpha = upstream.alpha[rows] + at_label * 0
+    alpha = upstream.alpha[rows].double()
     beta = None if upstream.beta is None else upstream.beta[rows].double()
     gamma = None if upstream.gamma is None else upstream.gamma[rows].double()
     size = None

@@ -91,7 +91,7 @@ def train(problem, argmax=None, wanted=BOTH):
 
 def token_grads(problem, chosen=(None, None)):
     used, one = problem.valid(), torch.ones(96, dtype=torch.float64)
-    upstream = Upstream(one, one, one / 333, -one / 2, used, one / 2, *chosen)
+    upstream = Upstream(one, one, one / 333, -one / 2, used, *chosen)
     backend.token_grads(problem, BOTH, torch.full((96,), 6.0), upstream, of_inputs(problem))
 
 
