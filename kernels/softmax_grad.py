@@ -22,6 +22,9 @@ Rounding an exponential to bf16 is a relative error of 2^-9, no more than roundi
 itself; a logit rounded to bf16 would be wrong by 2^-9 *of its size*, and the probability with it.
 (The idea of storing exponentials is QuACK's, https://github.com/Dao-AILab/quack.)
 
+Where every row has factors of its own and its log-sum-exp is known, `token_grad` makes the gradient
+of a tile of logits in one step.
+
 Rows of all buffers are padded to multiples of 16 entries, and masks count the padding in: what
 Triton knows to be a multiple of 16 it moves 16 bytes at a time. Numbers and addresses that depend
 on how many rows there are, and so differ inside and outside of a CUDA graph, are not specialised
@@ -282,3 +285,76 @@ def softmax_rows_kernel(
             offs = start + offs_h
             h = tl.load(hidden + c * stride_hn + offs, mask=offs < H, other=0.0).to(tl.float32)
             tl.store(scaled + c * H + offs, (h * factor).to(scaled.dtype.element_ty), mask=offs < H)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "labels", "lse", "temperature", "alpha", "beta", "gamma", "at_label", "entries",
+        "first", "begin", "T",
+    ]
+)  # fmt: skip
+def token_grad_kernel(
+    products,  # (C, T) fp32: hidden @ weight[begin : begin + T].T
+    grads,  # (C, T) out: AMPLIFY times the derivative by the products
+    bias,  # (V,) from `begin`, or None
+    class_weight,  # (V,) fp32 from `begin`, or None
+    labels,  # (C,) int
+    lse,  # (C,) fp32
+    temperature,  # (C,) fp32, or None: divisor of the logits in p alone
+    alpha,  # (C,) fp32, as all below: g = p * (alpha - beta * log p) + gamma * class_weight
+    beta,  # or None
+    gamma,  # or None
+    at_label,  # (C,) fp32: g at the label
+    entries,  # (C,) fp32 out: the label's, without AMPLIFY
+    count,  # () int32: rows from here on (counted from the first block's) are padding
+    first,
+    begin,
+    T,
+    width,  # T rounded up to a multiple of 16
+    stride_pc,
+    stride_gc,
+    scale,  # None for 1
+    softcap,  # or None
+    AMPLIFY: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Store the gradient of one block of a row, and the label's entry apart."""
+    c = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK_V
+    offs_t = start + tl.arange(0, BLOCK_V)
+    mask_t = offs_t < width
+    out = grads + c * stride_gc + offs_t
+    if first + c >= tl.load(count):
+        tl.store(out, tl.zeros((BLOCK_V,), dtype=grads.dtype.element_ty), mask=mask_t)
+        return
+    products += c * stride_pc
+    z = tl.load(products + offs_t, mask=mask_t, other=0.0)
+    b = None
+    if bias is not None:
+        b = tl.load(bias + offs_t, mask=mask_t, other=0.0).to(tl.float32)
+    z = finish_logits(z, b, scale, softcap)
+
+    log_p = z
+    if temperature is not None:
+        log_p /= tl.load(temperature + c)
+    log_p -= tl.load(lse + c)
+    p = tl.exp2(log_p * LOG2E)
+    factor = tl.load(alpha + c)
+    if beta is not None:
+        g = p * (factor - tl.load(beta + c) * tl.maximum(log_p, -1e30))  # 0 * inf is 0 here
+    else:
+        g = p * factor
+    if gamma is not None:
+        if class_weight is not None:
+            g += tl.load(gamma + c) * tl.load(class_weight + offs_t, mask=mask_t, other=0.0)
+        else:
+            g += tl.load(gamma + c)
+    slope = logits_slope(z, scale, softcap)
+    g *= slope * AMPLIFY
+
+    at = label_of_tile(labels, c, begin, start, T, BLOCK_V)
+    if at >= 0:
+        own = tl.sum(tl.where(offs_t == at, slope, 0.0), axis=0)
+        tl.store(entries + c, tl.load(at_label + c) * own)
+    g = tl.where(offs_t == at, 0.0, g)
+    tl.store(out, g.to(grads.dtype.element_ty), mask=mask_t)

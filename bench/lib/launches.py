@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -173,18 +172,18 @@ def launches(arch: str) -> dict[str, Launch]:
     """What the package launches on an architecture, each compilation once, by a name of its own."""
     found: dict[str, Launch] = {}
     row = archs.BY_NAME[arch]
-    for kind, gemm in itertools.product((*DTYPES, "fp32 tf32"), "01"):
+    for kind, gemm in itertools.product((*DTYPES, "fp32 tf32"), (False, True)):
         dtype = DTYPES[kind.split()[0]]
-        by_gemm = gemm == "1" and not row.walks(dtype.itemsize).gemm_up_to
+        by_gemm = gemm and not row.walks(dtype.itemsize).gemm_up_to
+        two_bytes = row.two_bytes._replace(gemm_up_to=archs.EVERY_H if gemm else 0)
         with (
-            recorded(row) as made,
+            recorded(row._replace(two_bytes=two_bytes)) as made,
             mock.patch.object(launch, "tf32_allowed", lambda kind=kind: kind == "fp32 tf32"),
-            mock.patch.dict(os.environ, {"FUSEDCE_EXP_GEMM": gemm}),
         ):
             triton.scale_(inputs(dtype)[1].detach(), torch.tensor(0.5))
             names = [("", one) for one in made]
             for options, call, arguments, given in calls(dtype):
-                if gemm == "1" and call is not fusedce.fused_ce:
+                if gemm and call is not fusedce.fused_ce:
                     continue
                 made.clear()
                 out = call(*arguments, **given, backend="triton")

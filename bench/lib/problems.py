@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -162,10 +162,12 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _by_gemm(choice: str) -> Callable[..., Tensor]:
+def _by_gemm(up_to: int) -> Callable[..., Tensor]:
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        os.environ["FUSEDCE_EXP_GEMM"] = choice
-        return fusedce.fused_ce(hidden, weight, labels, backend="triton").mean()
+        row = archs.architecture(hidden.device)
+        row = row._replace(two_bytes=row.two_bytes._replace(gemm_up_to=up_to))
+        with mock.patch.object(archs, "architecture", return_value=row):
+            return fusedce.fused_ce(hidden, weight, labels, backend="triton").mean()
 
     return loss
 
@@ -178,7 +180,7 @@ def _by_blocks(blocks: archs.Blocks) -> Callable[..., Tensor]:
     return loss
 
 
-WAYS = {"one GEMM": _by_gemm("1"), "products and kernels": _by_gemm("0")}
+WAYS = {"one GEMM": _by_gemm(archs.EVERY_H), "products and kernels": _by_gemm(0)}
 _OF_ROWS = {row: [b for b in row.two_bytes if isinstance(b, archs.Blocks)]
             for row in archs.ARCHITECTURES}  # fmt: skip
 BLOCKS = {str(tuple(b)): _by_blocks(b) for blocks in _OF_ROWS.values() for b in blocks}

@@ -192,18 +192,6 @@ GOOD = {"count": 1, "before": "", "column": 8, "bytes": 256, "wait": TRY.format(
         "read": "ld.shared.b64 %rd11, [%r1];", "again": ""}  # fmt: skip
 
 
-@pytest.mark.parametrize("timing", ["late", "early", "random"])
-def test_a_tile_arrives(timing):
-    """Rows 4 to 11, columns 24 to 39: the last 8 are outside and zeros."""
-    store = "ld.shared.b64 %rd11, [%r1];\nmul.wide.u32 %rd12, %r0, 8;\n" \
-            "add.s64 %rd12, %rd12, %rd1;\nst.global.b64 [%rd12], %rd11;"  # fmt: skip
-    body = TILE.format(**GOOD | {"read": store, "column": 24})
-    _, out = run(body, MATRIX, np.zeros((8, 16), np.uint16), maps=maps, timing=timing)
-    wanted = np.zeros((8, 16), np.uint16)
-    wanted[:, :8] = MATRIX[4:12, 24:]
-    np.testing.assert_array_equal(out, wanted)
-
-
 @pytest.mark.parametrize(
     ("change", "seen"),
     [
@@ -221,21 +209,6 @@ def test_a_tile_arrives(timing):
 )
 def test_faults_of_mbarriers(change, seen):
     assert seen in fault(TILE.format(**GOOD | change), MATRIX, maps=maps)
-
-
-def test_a_copy_that_nobody_waits_for_and_an_mbarrier_that_stays():
-    nobody, stays = (
-        TILE.format(**GOOD | change) for change in ({"wait": "", "read": "ret;"}, {"again": "ret;"})
-    )
-    assert "on their way" in fault(nobody, MATRIX, maps=maps)
-    assert "not invalidated" in fault(stays, MATRIX, maps=maps)
-
-
-def test_a_phase_begins_before_all_warps_saw_the_end_of_the_one_before():
-    one_warp = "setp.lt.u32 %p5, %r0, 32;\n@!%p5 bra $ON;\n" + TRY.format(parity=0) + "\n$ON:"
-    again = "@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r20], 256;"
-    body = TILE.format(**GOOD | {"wait": one_warp, "read": "", "again": again})
-    assert "before warps [1] have seen" in fault(body, MATRIX, maps=maps, threads=64)
 
 
 # ---- wgmma --------------------------------------------------------------------------------------
@@ -294,15 +267,3 @@ def test_faults_of_wgmma(change, seen, timing):
         run(body, X, **how)
     else:
         assert seen in fault(body, X, **how)
-
-
-def test_threads_disagree_about_a_product():
-    how = {"threads": 128, "shared": 16384}
-    differ = "wgmma.fence.sync.aligned;\ncvt.u64.u32 %rd11, %r0;\nadd.s64 %rd10, %rd10, %rd11;"
-    assert "different matrix descriptors" in fault(wgmma(order=differ), X, **how)
-    differ = "wgmma.fence.sync.aligned;\nsetp.eq.u32 %p1, %r0, 0;"
-    assert "disagree" in fault(wgmma(order=differ), X, **how)
-    outside = "wgmma.fence.sync.aligned;\nadd.s64 %rd10, %rd10, 4000;"
-    assert "past the end" in fault(wgmma(order=outside), X, **how)
-    unwritten = "wgmma.fence.sync.aligned;\nadd.s64 %rd10, %rd10, 512;"
-    assert "never written" in fault(wgmma(order=unwritten), X, **how)

@@ -93,26 +93,6 @@ def test_arithmetic(line, kind, function):
         same(compute(line, kind, a, b), np.asarray(function(a, b)).astype(kind))
 
 
-@pytest.mark.parametrize(
-    ("line", "of", "to", "function"),
-    [
-        ("cvt.s64.s32 %rd9, %r10;", I32, I64, lambda a: a),
-        ("cvt.u32.u64 %r9, %rd10;", np.uint64, U32, lambda a: a & np.uint64(0xFFFFFFFF)),
-        ("cvt.u16.u32 %rs9, %r10;", U32, np.uint16, lambda a: a & U32(0xFFFF)),
-        ("cvt.rn.f32.s32 %r9, %r10;", I32, F32, lambda a: a),
-        ("cvt.f64.f32 %rd9, %r10;", F32, F64, lambda a: a),
-        ("cvt.rn.f32.f64 %r9, %rd10;", F64, F32, lambda a: a),
-        ("cvt.rn.f16.f32 %rs9, %r10;", F32, np.float16, lambda a: a),
-        ("cvt.f32.f16 %r9, %rs10;", np.float16, F32, lambda a: a),
-    ],
-)  # fmt: skip
-def test_conversions(line, of, to, function):
-    a = lanes(of)
-    with np.errstate(all="ignore"):
-        wanted = np.asarray(function(a))
-        same(compute(line, to, a), wanted.astype(to))
-
-
 def test_bf16_is_rounded_to_nearest_even_as_torch_does():
     import torch
 
@@ -141,57 +121,6 @@ def test_comparisons_with_nan(relation, unordered):
     same(compute(line, U32, a, b), wanted | nan if unordered else wanted & ~nan)
 
 
-@pytest.mark.parametrize(
-    ("line", "source"),
-    [
-        ("shfl.sync.bfly.b32 %r9, %r10, 5, 31, -1;", lambda i: i ^ 5),
-        ("shfl.sync.idx.b32 %r9, %r10, 7, 31, -1;", lambda i: i * 0 + 7),
-        ("shfl.sync.up.b32 %r9, %r10, 3, 0, -1;", lambda i: np.where(i < 3, i, i - 3)),
-    ],
-)
-def test_shuffles(line, source):
-    a = lanes(U32)
-    same(compute(line, U32, a), a[source(np.arange(32))])
-
-
-def test_warps_agree():
-    a = lanes(I32)
-    same(compute("redux.sync.add.s32 %r9, %r10, -1;", I32, a), np.full(32, a.sum(dtype=I32)))
-    chosen = "elect.sync %r1|%p1, -1;\nselp.b32 %r9, 1, 0, %p1;"
-    assert compute(chosen, U32, a).sum() == 1
-
-
-def test_registers_are_packed_and_unpacked_from_the_lowest_bits():
-    a = lanes(U32)
-    line = "mov.b32 {%rs1, %rs2}, %r10;\nmov.b32 %r9, {%rs2, %rs1};"
-    same(compute(line, U32, a), (a >> U32(16)) | (a << U32(16)))
-
-
-def test_a_narrow_load_fills_a_wide_register():
-    a = np.array([-1, 5] * 16, np.int16)
-    body = """
-    mul.wide.u32 %rd9, %r0, 2;
-    add.s64 %rd9, %rd9, %rd1;
-    ld.global.{} %r1, [%rd9];
-    mul.wide.u32 %rd8, %r0, 4;
-    add.s64 %rd8, %rd8, %rd0;
-    st.global.b32 [%rd8], %r1;"""
-    same(run(body.format("s16"), np.zeros(32, I32), a)[0], a)
-    same(run(body.format("u16"), np.zeros(32, I32), a)[0], a.view(np.uint16))
-
-
-def test_bytes_are_stored_from_registers_of_16_bits_and_constants():
-    body = """
-    cvt.u16.u32 %rs1, %r0;
-    shl.b32 %r1, %r0, 1;
-    st.shared.v2.b8 [%r1], {%rs1, 7};
-    ld.shared.b16 %rs2, [%r1];
-    mul.wide.u32 %rd9, %r0, 2;
-    add.s64 %rd9, %rd9, %rd0;
-    st.global.b16 [%rd9], %rs2;"""
-    same(run(body, np.zeros(32, np.uint16))[0], np.arange(32) + 7 * 256)
-
-
 def test_lanes_part_at_a_branch_and_meet_again():
     """Lane i goes round its loop i times."""
     body = """
@@ -209,10 +138,6 @@ $DONE:
     st.global.b32 [%rd1], %r2;"""
     i = np.arange(32)
     same(run(body, np.zeros(32, U32))[0], i * (i - 1) // 2)
-
-
-def test_constants_of_floats_are_bits():
-    same(compute("mov.b32 %r9, 0f3F800000;", F32), np.ones(32))
 
 
 @pytest.mark.parametrize(

@@ -100,16 +100,6 @@ def test_every_option_at_once(on, arch, dtype):
     assert gpu.ran("divergence_rows_kernel") == 3
 
 
-@pytest.mark.slow
-@ARCHS
-@pytest.mark.parametrize("V", [1, 2, 127, 1024, 2051])
-@pytest.mark.parametrize("kind", KINDS)
-@DTYPES
-def test_sizes(on, arch, dtype, V, kind):
-    on(arch)
-    compare(dtype, kind, pair(dtype, N=6, V=V))
-
-
 def test_a_bad_label_poisons_its_row_alone(on):
     on("sm_90")
     tensors = pair(BF16, V=300)

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -13,21 +12,17 @@ from support.bounds import STATISTIC
 from support.compiled import (
     ARCHS,
     BF16,
-    DTYPES,
     FIRST_ARCH,
     FP32,
     OPTIONS,
     TWO_BYTES,
     assert_same_bits_in_every_order,
-    skip_one_known_step,
 )
 
 import fusedce
 from fusedce.backends.triton import archs
-from fusedce.backends.triton import forward as forward_of
 from fusedce.backends.triton.forward import loss
 from fusedce.contract.problem import Problem
-from fusedce.kernels.tile import LOG2E
 from fusedce.testing import Case, check
 
 ROOT = Path(__file__).parents[2]
@@ -108,40 +103,6 @@ def test_values_with_options(on, arch):
     check(forward, case(40, 72, 600, with_bias=True, options=OPTIONS))
 
 
-@ARCHS
-@pytest.mark.parametrize("name", ["hidden", "weight"])
-def test_rows_at_odd_addresses(on, arch, name):
-    """By the stride they could be loaded 16 bytes at a time, by their address they cannot."""
-    on(arch)
-    hidden, weight, labels, _ = case(20, 72, 300).tensors()
-    shifted = {"hidden": hidden, "weight": weight}
-    x = shifted[name]
-    shifted[name] = x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x)
-    lse, _, _ = lse_of(**shifted, labels=labels)
-    torch.testing.assert_close(lse.double(), exact_lse(hidden, weight), **OF_LSE)
-
-
-@pytest.mark.slow
-@ARCHS
-@DTYPES
-@pytest.mark.parametrize(
-    ("N", "H", "V"),
-    [
-        (1, 8, 2), (9, 64, 1), (70, 8, 64), (128, 64, 257), (129, 64, 256), (129, 128, 255),
-        (40, 64, 512), (70, 328, 300), (70, 65, 333), (70, 33, 130), (20, 1, 127),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
-def test_sizes(on, arch, dtype, N, H, V, options):
-    """Aligned and not, full and nearly full tiles, one step of H and several."""
-    skip_one_known_step(arch, dtype, H, options)
-    on(arch)
-    if dtype == FP32:  # one lane multiplies one number at a time
-        N, V = min(N, 40), min(V, 140)
-    ignored = 0.3 if N > 1 else 0.0
-    check(forward, case(N, H, V, dtype, ignored=ignored, with_bias=bool(options), options=options))
-
-
 def every_choice():
     """``(architecture, element size, blocks)`` of each row for compiled runs."""
     for name in ("sm_90", "sm_80"):
@@ -189,21 +150,6 @@ def test_a_row_has_the_same_bits_wherever_it_stands(on, arch, dtype, H):
     assert alone.equal(lse[71:72])
 
 
-@ARCHS
-def test_a_row_beside_one_that_rises_has_the_same_bits(on, arch):
-    """Row 3 has a logit 200 nats above its first tile."""
-    gpu = on(arch)
-    in_blocks(gpu, MAX_SPLITS=1)
-    hidden, weight, labels, _ = case(20, 64, 600).tensors()
-    far = hidden.clone()
-    far[3] = 200 * weight[599] / weight[599].float().square().sum()
-    lse, _, _ = lse_of(hidden, weight, labels)
-    again, _, _ = lse_of(far, weight, labels)
-    torch.testing.assert_close(again.double(), exact_lse(far, weight), **OF_LSE)
-    others = torch.arange(20) != 3
-    assert again[others].equal(lse[others])
-
-
 @pytest.mark.parametrize("timing", ["early", "random"])
 @ARCHS
 def test_bits_depend_neither_on_the_order_of_ctas_nor_on_when_copies_land(on, arch, timing):
@@ -213,48 +159,6 @@ def test_bits_depend_neither_on_the_order_of_ctas_nor_on_when_copies_land(on, ar
     assert (labels != -100).sum() > 128  # two row blocks
     hidden = hidden.nan_to_num()
     assert_same_bits_in_every_order(gpu, lambda: lse_of(hidden, weight, labels), timing)
-
-
-def row_losses(hidden, weight, labels):
-    """Losses of single rows in float64, from the statistics that the kernel leaves of each."""
-    with mock.patch.object(forward_of, "walk", side_effect=forward_of.walk) as walk:
-        loss(Problem(hidden, weight, labels))
-    partials = walk.call_args.kwargs["maxima"].double()
-    references, sums = partials[:-1].chunk(2)
-    others = (references / LOG2E.value + sums.log()).logsumexp(0)
-    return torch.nn.functional.softplus(others - partials[-1])
-
-
-@ARCHS
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("spread", [0.3, 2.0])
-def test_a_row_errs_no_more_whatever_the_gap_to_its_first_tile(on, arch, splits, spread):
-    """A class of the last tile stands up to 100 nats above the first tile, the label 2 more.
-
-    Each of 384 gaps is the sum of two bfloat16 numbers, and every logit a float32 number. The other
-    logits are random: equal ones would all be rounded alike where they are added to a larger sum.
-    """
-    gpu = on(arch)
-    in_blocks(gpu, MAX_SPLITS=splits)
-    gaps = torch.linspace(0, 60, 320).tolist() + torch.linspace(61, 100, 64).tolist()
-    gaps = ((torch.tensor(gaps) + 0.1 * torch.rand(384)) * 512).round() / 512
-    weight = torch.zeros(600, 64, dtype=BF16)
-    weight[:, 2] = (spread * torch.randn(600) - 1).mul(512).round() / 512
-    weight[550:552, 2] = 0
-    weight[550:552, :2] = 1.0
-    weight[551, 3] = 2.0
-    hidden = torch.zeros(384, 64, dtype=BF16)
-    hidden[:, 0] = gaps
-    hidden[:, 1] = gaps - hidden[:, 0]
-    hidden[:, 2:4] = 1.0
-    labels = torch.full((384,), 551)
-    z = hidden.double() @ weight.double().T
-    others = z.clone().index_fill_(1, labels[:1], -torch.inf).logsumexp(1)
-    exact = torch.nn.functional.softplus(others - z[:, 551])
-    error = (row_losses(hidden, weight, labels) / exact - 1).abs()
-    # four roundings: of the logit, an exponential, its sum and the logarithm
-    worst = float(gaps[error.argmax()])
-    assert error.max() <= 4 * torch.finfo(FP32).eps, (float(error.max()), worst)
 
 
 # ---- what is not finite, and what is out of range -----------------------------------------------

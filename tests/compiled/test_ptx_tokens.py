@@ -7,14 +7,12 @@ from support.bounds import logit_rounding
 from support.compiled import (
     ARCHS,
     BF16,
-    DTYPES,
     FIRST_ARCH,
     FP16,
     FP32,
     OPTIONS,
     TWO_BYTES,
     assert_same_bits_in_every_order,
-    skip_one_known_step,
 )
 
 import fusedce
@@ -80,19 +78,6 @@ def test_statistics_and_gradients(on, arch, dtype):
 def test_statistics_with_options(on, arch):
     on(arch)
     compare(Case((24,), 40, 300, BF16, with_bias=True, options=OPTIONS), 0.7, 10)
-
-
-def test_several_classes_of_a_token(on):
-    on("sm_90")
-    hidden, weight, _, _ = Case((12,), 64, 300, BF16).tensors()
-    labels = torch.randint(300, (12, 4))
-    labels[3, 1] = -100
-    ours = fusedce.fused_logprobs(hidden, weight, labels, backend="triton").logprob
-    exact = (hidden.double() @ weight.double().T).log_softmax(1).gather(1, labels.clamp(min=0))
-    of_logits = 2 * logit_rounding(hidden, weight)
-    torch.testing.assert_close(
-        ours.double(), exact.masked_fill(labels < 0, 0), rtol=0, atol=of_logits
-    )
 
 
 @ARCHS
@@ -167,21 +152,6 @@ def test_tiles_depend_neither_on_the_order_of_ctas_nor_on_when_copies_land(on, s
         return torch.autograd.grad(loss, (hidden, weight))
 
     assert_same_bits_in_every_order(gpu, gradients)
-
-
-@pytest.mark.slow
-@ARCHS
-@DTYPES
-@pytest.mark.parametrize("logits", ["flat", "peaked"])
-@pytest.mark.parametrize(("H", "V"), [(72, 333), (65, 127), (8, 1)])
-@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
-@pytest.mark.parametrize("mean", [False, True], ids=["", "mean"])
-def test_sizes(on, arch, dtype, logits, H, V, options, mean):
-    skip_one_known_step(arch, dtype, H, options)
-    on(arch)
-    V = min(V, 140) if dtype == FP32 else V
-    compare(Case((20,), H, V, dtype, logits=logits, with_bias=bool(options), options=options),
-            0.7 if options else 1.0, 7, mean)  # fmt: skip
 
 
 @pytest.mark.slow

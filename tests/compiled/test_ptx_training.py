@@ -96,22 +96,6 @@ def test_options(on, arch, dtype, gemm, logits, options):
                       options=options, token_weight=weighted, class_weight=weighted))  # fmt: skip
 
 
-@pytest.mark.slow
-@ARCHS
-@DTYPES
-@pytest.mark.parametrize(("N", "H", "V"), [(1, 8, 2), (9, 64, 1), (20, 65, 333), (20, 1, 127),
-                                           (20, 33, 2048), (9, 1100, 2100)])  # fmt: skip
-@pytest.mark.parametrize("gemm", [False, True], ids=["tiles", "gemm"])
-def test_sizes(on, arch, dtype, N, H, V, gemm):
-    gpu = on(arch)
-    if gemm:
-        by_gemm(gpu)
-        V, H = min(V, 333), min(H, 200)
-    if gemm and dtype == FP32:
-        V, H = min(V, 140), min(H, 72)
-    check(train, case(N, H, V, dtype, ignored=0.2 if N > 1 else 0.0))
-
-
 @TWO_BYTES
 @pytest.mark.parametrize("V", [1, 2, 7])
 def test_a_vocabulary_of_less_than_16_classes(on, dtype, V):

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from support.attacks import function, hands_on, same_loss
 from support.bounds import same_model
 from support.copies import COPIES
-from support.coverage import covered
 from support.heads import MODES, V, ce, plain_model, tokens
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint
@@ -421,7 +420,6 @@ def test_each_instruction(around, mode):
 )  # fmt: skip
 @given(programs)
 def test_any_program(mode, program):
-    covered("replace_loss_head", f"programs in mode {mode}")
     check(program, mode)
 
 
@@ -441,7 +439,6 @@ def check(program, mode):
         return  # torch raises in the second run, which saves other tensors than the first
     assert not isinstance(got, type), f"{program} is refused with {got}"
     same_model(got, expected)
-    covered("restore_loss_head")
     restored = restore_loss_head(replaced)
     if "adamw" in program[2]:  # divides each gradient by its size: one of 1e-8 moves by its noise
         native.load_state_dict(restored.state_dict())

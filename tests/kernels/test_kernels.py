@@ -75,8 +75,7 @@ def test_bad_label_is_nan_with_a_code_on_the_device(bad, monkeypatch):
 def test_scale_in_place_rounds_once(dtype, factor, blocks):
     from fusedce.backends import triton as launch
 
-    block = archs.BY_NAME["interpreter"].scale_block
-    x = torch.randn(blocks * block + 5).to(dtype)
+    x = torch.randn(blocks * launch.SCALE_BLOCK + 5).to(dtype)
     exact = x.double() * torch.tensor(factor).double()
     launch.scale_(x, torch.tensor(factor))
     # half a unit of the last place, that of a subnormal number among the small ones

@@ -76,13 +76,6 @@ def assert_same_bits_in_every_order(device, compute, timing="random") -> None:
         torch.testing.assert_close(compute(), first, rtol=0, atol=0)
 
 
-def skip_one_known_step(arch, dtype, H, options):
-    """Triton specialises on H if it is one unit of loads, which no model's H is."""
-    unit = 16 // dtype.itemsize if H * dtype.itemsize % 16 == 0 else 1
-    if arch == "sm_90" and dtype.itemsize == 2 and unit == H and options:
-        pytest.skip("Triton starts the accumulators of one step from the bias, after their fence")
-
-
 class Broken:
     """The forward kernel with one place of its compiled code broken."""
 

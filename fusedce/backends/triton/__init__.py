@@ -22,6 +22,9 @@ __all__ = [
 ]
 
 
+SCALE_BLOCK = 8192  # numbers that a program multiplies at a time
+
+
 def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
     """The sum and its wanted gradients."""
     assert task.shard is None, "sums over shards go by their tokens"
@@ -39,7 +42,14 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     """``x *= factor``; nothing is written where it is 1, which only the GPU needs to know."""
     if x.numel():
         with on(x.device):
-            block = archs.architecture(x.device).scale_block
             # 8 programs of 8 warps fill a multiprocessor.
-            programs = min(-(-x.numel() // block), 8 * archs.processors(x.device))
-            run(scale_kernel, (programs,), x=x, g=factor, n=x.numel(), BLOCK=block, num_warps=8)
+            programs = min(-(-x.numel() // SCALE_BLOCK), 8 * archs.processors(x.device))
+            run(
+                scale_kernel,
+                (programs,),
+                x=x,
+                g=factor,
+                n=x.numel(),
+                BLOCK=SCALE_BLOCK,
+                num_warps=8,
+            )

@@ -12,7 +12,6 @@ change the last bits of a loss from run to run.
 from __future__ import annotations
 
 import functools
-import os
 from typing import NamedTuple
 
 import torch
@@ -21,6 +20,8 @@ from fusedce.backends import held
 
 KiB = 1024
 EVERY_H = 2**31
+ROW_WARPS = 4  # of kernels that take a row of a chunk
+LABEL_BLOCK = (16, 256)  # rows of a label, and of H, added at a time
 
 
 class Blocks(NamedTuple):
@@ -47,7 +48,10 @@ class Walks(NamedTuple):
     gemm_with_options: Blocks | None = None  # and argmax
     forward_narrow: Blocks | None = None  # of `forward` up to a hidden size of narrow_up_to
     narrow_up_to: int = 0
-    gemm_up_to: int = 0  # hidden size up to which training uses it: see `by_one_gemm`
+    # Hidden size up to which training uses it. It saves writing and reading float32 tiles, 8 bytes
+    # a logit; its main loop is slower than cuBLAS's, which costs time in proportion to H. On paper
+    # it wins up to 2304 on sm_90, if the main loop reaches 0.78 of cuBLAS's rate.
+    gemm_up_to: int = 0
 
 
 class Architecture(NamedTuple):
@@ -60,15 +64,9 @@ class Architecture(NamedTuple):
     capabilities: tuple[tuple[int, int], ...] = ()  # of CUDA devices
     gcn: tuple[str, ...] = ()  # of ROCm devices
     exp_block_v: int = held.EXP_BLOCK_V  # classes of a row that share one maximum in training
-    exp_warps: int = 4
     token_warps: int = 4  # of the kernel that makes a tile's gradient token by token
     divergence_block_v: int = 1024  # two rows at once, and the divergence between them
-    divergence_warps: int = 8
     tile_elements: tuple[int, int] = held.TILE_ELEMENTS  # float32 products at a time
-    compact_block_n: int = 1024
-    merge_block_n: int = 128
-    scale_block: int = 8192
-    label_block: tuple[int, int] = (16, 256)  # rows of a label, and of H, added at a time
 
     @property
     def compiler(self) -> tuple[str, int | str, int] | None:
@@ -119,24 +117,6 @@ def forward_blocks(walks: Walks, H: int, options: bool) -> Blocks:
         return walks.forward_with_options
     narrow = walks.forward_narrow
     return walks.forward if narrow is None or walks.narrow_up_to < H else narrow
-
-
-def by_one_gemm(walks: Walks, H: int) -> bool:
-    """Whether training makes its exponentials by one GEMM with an epilogue, or by cuBLAS's tiles.
-
-    The GEMM saves writing and reading float32 tiles, 8 bytes a logit; its main loop is slower than
-    cuBLAS's, which costs time in proportion to H. So it wins up to some H: on paper 2304 on sm_90,
-    if the main loop reaches 0.78 of cuBLAS's rate. ``FUSEDCE_EXP_GEMM=1`` and ``0`` overrule it.
-
-    Raises:
-        ValueError: the variable holds something else.
-    """
-    asked = os.environ.get("FUSEDCE_EXP_GEMM", "")
-    if asked not in ("", "0", "1"):
-        raise ValueError(f"FUSEDCE_EXP_GEMM must be 0, 1 or unset, got {asked!r}")
-    if walks.gemm is None:
-        return False
-    return walks.gemm_up_to >= H if asked == "" else asked == "1"
 
 
 def _same(blocks: Blocks) -> Walks:

@@ -27,7 +27,6 @@ from fusedce.backends.triton.launch import (
     power_of_2,
     raise_on_cpu,
     run,
-    span,
 )
 from fusedce.backends.triton.products import add_product, product, scaled_by
 from fusedce.backends.triton.training import rows_and_factor
@@ -119,7 +118,7 @@ class _Chunk:
             "AMPLIFY": self.amplify,
             # 4 classes a thread: with 8, float16's jsd with every option spills on every device.
             "BLOCK_V": min(power_of_2(V), arch.divergence_block_v),
-            "num_warps": arch.divergence_warps,
+            "num_warps": 8,
             "share": divergence.beta,
             "rest": 1.0 - divergence.beta,
             "of_ce": divergence.ce_weight,
@@ -143,12 +142,12 @@ class _Chunk:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Losses ``(C,)``; gradient ``(C, V)`` of the logits, ``amplify`` times; rows' factors."""
         C, V, device = len(h), len(self.weight), h.device
-        s = span(self.of_student, 0, C)
+        s = self.of_student[:C]
         product(device, h.dtype)(h, self.weight.t(), out=s[:, :V])
         g = s if h.element_size() == 4 else s.view(h.dtype)  # (C, 2 * width)
         losses = torch.empty(C, dtype=torch.float32, device=device)
         factors = torch.empty_like(losses) if self.normalise else None
-        teacher, t = self.divergence.teacher(), span(self.of_teacher, 0, C)
+        teacher, t = self.divergence.teacher(), self.of_teacher[:C]
         there = teacher.hidden[some]
         product(device, there.dtype)(there, teacher.weight.t(), out=t[:, :V])
         impossible = None

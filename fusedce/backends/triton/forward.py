@@ -23,8 +23,9 @@ from fusedce.backends.triton.launch import (
 )
 from fusedce.contract.objective import Stats
 from fusedce.contract.problem import Problem, Wanted
-from fusedce.kernels.stats import merge_stats_kernel
-from fusedce.kernels.walk import STATISTICS, SUMS
+from fusedce.kernels.walk import STATISTICS, SUMS, merge_stats_kernel
+
+_MERGED = 128  # rows whose splits a program merges
 
 
 def loss(
@@ -69,8 +70,7 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
     check_budget(problem, call_of(problem, wanted, len(problem.labels), triton=True))
     problem = problem.but(labels=problem.labels.contiguous())
     N, device = len(problem.hidden), problem.hidden.device
-    arch = archs.architecture(device)
-    walks = arch.walks(problem.hidden.element_size())
+    walks = archs.architecture(device).walks(problem.hidden.element_size())
     blocks = walks.stats_with_options if has_options(problem) or wanted.zmean else walks.stats
     _, splits = vocabulary_splits(len(problem.weight), blocks)
 
@@ -112,7 +112,7 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
             )
             run(
                 merge_stats_kernel,
-                (-(-N // arch.merge_block_n),),
+                (-(-N // _MERGED),),
                 z_labels=z_labels,
                 labels=problem.labels,
                 rows=packed.rows,
@@ -126,7 +126,7 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
                 N=N,
                 V=len(problem.weight),
                 splits=splits,
-                BLOCK_N=arch.merge_block_n,
+                BLOCK_N=_MERGED,
                 num_warps=4,
                 **partials,
             )

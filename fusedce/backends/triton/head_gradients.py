@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients
 from fusedce.backends.triton import archs
-from fusedce.backends.triton.launch import CachedLaunch, padded, pointwise, power_of_2, run
-from fusedce.backends.triton.products import add_product, scaled_by
+from fusedce.backends.triton.launch import padded, pointwise, power_of_2, run
 from fusedce.contract.problem import Problem, Projection
 from fusedce.kernels.input_grads import hidden_grad_kernel, label_grad_kernel
 
@@ -39,19 +36,20 @@ class Head:
     def finish_hidden(
         self,
         products: Tensor,  # (n, H) fp32, `amplify` times the gradient of the logits @ weight
-        columns: Tensor,  # (K * C,) int: see `add_entries`
-        entries: Tensor,  # (K * C,) fp32
+        columns: Tensor,  # (K, C) int: see `add_entries`
+        entries: Tensor,  # (K, C) fp32
         factors: Tensor | None,  # (C,) fp32: of the products
         rows: Tensor,  # (N,) int32
-        d_hidden: Tensor,  # (N, H) to fill at rows[first : first + C]
-        first: int,
-        C: int,
+        d_hidden: Tensor,  # (N, H) to fill at rows[first + begin:]
+        begin: int,  # row of the chunk
+        first: int,  # number of the chunk's first row
         outer: float,  # a factor
-    ) -> CachedLaunch:
-        """The launch that adds single entries to some rows, and stores them at their positions."""
-        V, H = self.weight.shape
-        return CachedLaunch(
+    ) -> None:
+        """Add single entries to the rows of products, and store them at their positions."""
+        (V, H), (K, C) = self.weight.shape, columns.shape
+        run(
             hidden_grad_kernel,
+            (len(products), -(-H // 1024)),
             products=products,
             weight=self.weight,
             columns=columns,
@@ -59,6 +57,7 @@ class Head:
             row_factors=factors,
             rows=rows,
             d_hidden=d_hidden,
+            begin=begin,
             first=first,
             H=H,
             V=V,
@@ -67,9 +66,9 @@ class Head:
             stride_row=C,
             factor=outer,
             AMPLIFY=self.amplify,
-            ENTRIES=len(columns) // C,
+            ENTRIES=K,
             BLOCK_H=min(power_of_2(H), 1024),
-            num_warps=self.arch.exp_warps,
+            num_warps=archs.ROW_WARPS,
         )
 
 
@@ -82,46 +81,6 @@ def amplification(dtype: torch.dtype, logit_scale: float) -> float:
     if dtype != torch.float16:
         return 1.0
     return 2.0 ** (14 - max(math.ceil(math.log2(max(abs(logit_scale), 1.0))), 0))
-
-
-class ChunkGradient(NamedTuple):
-    """``amplify`` times the derivative of the losses by ``h @ weight.T``, in pieces for products.
-
-    Row ``c`` is ``factors[c] * logits[c]``, and ``entries[c]`` (without ``amplify``) more at the
-    column ``labels[c]``.
-    """
-
-    logits: Tensor  # (C, V)
-    factors: Tensor | None  # (C,) fp32
-    labels: Tensor  # (C,) int; out of range: none
-    entries: Tensor  # (C,) fp32
-    scaled: Tensor | None  # (C, H): hidden states times `factors`; None: they are powers of two
-
-
-def add_head_gradients(
-    head: Head,
-    grads: Gradients,  # whose weight and bias are added to
-    gradient: ChunkGradient,
-    h: Tensor,  # (C, H), of unit stride
-    outer: float,  # a factor
-    *,
-    first: bool,  # weight is not yet written
-) -> None:
-    """``weight (+)= gradient.T @ h`` and ``bias += gradient.sum(0)``. Deterministic."""
-    weight, bias = grads.weight, grads.bias
-    g, factors = gradient.logits, gradient.factors
-    alpha = outer / head.amplify
-    if bias is not None:
-        add_to_bias(bias, g, factors, alpha)
-    if weight is not None:
-        scaled, largest = gradient.scaled, None
-        if scaled is None:
-            scaled, largest = scaled_by(h, factors)
-        add_product(weight, g.t(), scaled, alpha, largest, first=first)
-    add_entries(weight, bias, gradient.labels, gradient.entries, h, g.shape[1], outer)
-    if weight is not None and weight.element_size() == 2:
-        labels = gradient.labels.dtype
-        compile_for_sums(h.device, h.dtype, labels, g.shape[1], h.shape[1], bias is not None)
 
 
 def add_to_bias(bias: Tensor, g: Tensor, factors: Tensor | None, alpha: float) -> None:
@@ -137,8 +96,8 @@ def add_to_bias(bias: Tensor, g: Tensor, factors: Tensor | None, alpha: float) -
 def add_entries(
     weight: Tensor | None,  # (V, H)
     bias: Tensor | None,  # (V,)
-    columns: Tensor,  # (K * C,) int; out of range: none
-    entries: Tensor,  # (K * C,) fp32
+    columns: Tensor,  # (K, C) int; out of range: none
+    entries: Tensor,  # (K, C) fp32
     h: Tensor,  # (C, H)
     V: int,
     outer: float,  # a factor
@@ -146,9 +105,9 @@ def add_entries(
     """Add ``outer * entries`` at ``columns`` to the gradients of weight and bias. Deterministic."""
     if weight is None and bias is None:
         return
-    columns, order = columns.sort(stable=True)  # nothing waits for the device
+    columns, order = columns.flatten().sort(stable=True)  # nothing waits for the device
     n, (C, H) = columns.shape[0], h.shape
-    block_c, block_h = archs.architecture(h.device).label_block
+    block_c, block_h = archs.LABEL_BLOCK
     block_h = min(power_of_2(H), block_h)
     run(
         label_grad_kernel,
@@ -190,6 +149,6 @@ def compile_for_sums(
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    none = zeros(1, dtype=of_columns) - 1  # no column: nothing is added
+    none = zeros(1, 1, dtype=of_columns) - 1  # no column: nothing is added
     bias = zeros(1) if biased else None
-    add_entries(zeros(1, H), bias, none, zeros(1), zeros(1, H, dtype=dtype), V, 1.0)
+    add_entries(zeros(1, H), bias, none, zeros(1, 1), zeros(1, H, dtype=dtype), V, 1.0)

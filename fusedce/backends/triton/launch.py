@@ -16,7 +16,6 @@ from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedce.backends.plan import multiple_of_16
-from fusedce.backends.triton import archs
 from fusedce.backends.triton.archs import Blocks, vocabulary_splits
 from fusedce.contract.labels import bad_label_message
 from fusedce.contract.problem import Problem, Projection
@@ -92,11 +91,6 @@ def has_options(problem: Problem) -> bool:
 def power_of_2(n: int) -> int:
     """The least power of 2 that is at least ``n``; Triton's own function is slower on the host."""
     return 1 << (n - 1).bit_length()
-
-
-def span(x: Tensor, begin: int, end: int, dim: int = 0) -> Tensor:
-    """``x[begin:end]`` along ``dim``, and ``x`` itself where that is all of it: no view to make."""
-    return x if end - begin == x.shape[dim] else x.narrow(dim, begin, end - begin)
 
 
 def padded(x: Tensor) -> Tensor:
@@ -191,7 +185,7 @@ def compact(
         V=problem.weight.shape[0],
         ignore_index=problem.ignore_index,
         n_tickets=0 if tickets is None else len(tickets),
-        BLOCK_N=archs.architecture(device).compact_block_n,
+        BLOCK_N=1024,
     )
     return packed
 
@@ -215,34 +209,10 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def run(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> Any:
-    """Launch ``kernel``, and return its compilation.
+def run(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+    """Launch ``kernel``.
 
     Products and sums are fused: Triton 3.10 does so only when asked, and without it the forward
     kernel spills.
     """
-    return kernel[grid](**arguments, enable_fp_fusion=True)
-
-
-class CachedLaunch:
-    """Launches ``kernel`` with ``common`` arguments and those of each call.
-
-    The first call lets Triton find the compilation that fits, which costs the host more time than a
-    small tile takes; later calls launch the same one. So arguments must not change between calls in
-    a way for which Triton compiles anew: in their types, or in whether numbers and addresses are
-    multiples of 16. The interpreter compiles nothing, and is called every time.
-    """
-
-    def __init__(self, kernel: Any, **common: Any) -> None:
-        self._kernel, self._common = kernel, common
-        self._compiled: Any = None
-        self._arguments: dict[str, Any] = {}  # all of them, in the kernel's order
-
-    def __call__(self, grid: tuple[int, int, int], **changing: Any) -> None:
-        if self._compiled is None:
-            self._compiled = run(self._kernel, grid, **self._common, **changing)
-            return
-        if not self._arguments:  # many kernels are launched once
-            self._arguments = {name: self._common.get(name) for name in self._kernel.arg_names}
-        self._arguments.update(changing)
-        self._compiled[grid](*self._arguments.values())
+    kernel[grid](**arguments, enable_fp_fusion=True)

@@ -1,17 +1,15 @@
-"""Products of cuBLAS with float32 results: tile by tile in one buffer, or added to a gradient."""
+"""Products of cuBLAS with float32 results, and products added to a gradient."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from fusedce.backends.plan import WEIGHT_ROWS, exp_block, multiple_of_16
-from fusedce.backends.triton import archs
-from fusedce.backends.triton.archs import Architecture
-from fusedce.backends.triton.launch import say_once, span
+from fusedce.backends.plan import WEIGHT_ROWS
+from fusedce.backends.triton.launch import say_once
 
 
 @functools.cache
@@ -105,61 +103,3 @@ def add_product(
             some.copy_(added.mul_(factor))
         else:
             some.add_(added, alpha=factor)
-
-
-# A tile of a chunk's logits: first row, number of rows, first class, number of classes, and the
-# products themselves, whose rows are padded.
-Tile = tuple[int, int, int, int, Tensor]
-
-
-class Tiles:
-    """Shared float32 buffer for the products of up to ``C`` tokens.
-
-    They are the tiles of the logits, or rows of the gradient of the hidden states.
-    """
-
-    def __init__(
-        self,
-        weight: Tensor,
-        C: int,
-        arch: Architecture,
-        *,
-        of_logits: bool = True,  # whether :meth:`logits` will be called
-    ) -> None:
-        V, H = weight.shape
-        self.weight, self._product = weight, product(weight.device, weight.dtype)
-        self.block = exp_block(V, arch.exp_block_v)
-        processors = archs.processors(weight.device)
-        self.most_rows, self.most = arch.tile_shape(C, V, H, self.block, processors)
-        self._columns = weight.t().split(self.most, 1)
-        self._rows_of_hidden = arch.rows_of_hidden(C, H, processors)
-        self.products = torch.empty(
-            max(
-                self.most_rows * multiple_of_16(self.most) if of_logits else 0,
-                min(self._rows_of_hidden, C) * H,
-            ),
-            dtype=torch.float32,
-            device=weight.device,
-        )
-
-    def logits(self, h: Tensor) -> Iterator[Tile]:
-        """Tiles of ``h (C, H) @ weight.T``, each in the same buffer."""
-        C, step, begin = h.shape[0], self.most_rows, 0
-        for w in self._columns:
-            T = w.shape[1]
-            for first in range(0, C, step):
-                some = span(h, first, min(first + step, C))
-                rows = some.shape[0]
-                products = self.products.as_strided((rows, T), (multiple_of_16(T), 1))
-                self._product(some, w, out=products)
-                yield first, rows, begin, T, products
-            begin += T
-
-    def of_hidden(self, g: Tensor) -> Iterator[tuple[int, int]]:
-        """Rows of ``g (C, V) @ weight`` in the buffer: number of the first, how many."""
-        C, H, step = g.shape[0], self.weight.shape[1], self._rows_of_hidden
-        for begin in range(0, C, step):
-            n = min(step, C - begin)
-            rows, products = span(g, begin, begin + n), self.products.as_strided((n, H), (H, 1))
-            self._product(rows, self.weight, out=products)
-            yield begin, n

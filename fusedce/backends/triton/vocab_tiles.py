@@ -22,12 +22,11 @@ from fusedce.backends.triton.launch import (
     padded,
     power_of_2,
     run,
-    span,
 )
 from fusedce.backends.triton.products import add_product, product, scaled_by
 from fusedce.contract.objective import Upstream
 from fusedce.contract.problem import Problem, Wanted
-from fusedce.kernels.token_grad import token_grad_kernel
+from fusedce.kernels.softmax_grad import token_grad_kernel
 
 
 def token_grads(
@@ -66,10 +65,9 @@ def token_grads(
         walk.add_tiles(grads, dh, way.tokens, way.classes)
         walk.add_classes(upstream)
         if grads.hidden is not None and dh is not None:
-            launch = walk.finish_hidden(
-                dh, walk.columns, walk.entries, walk.factors, rows, grads.hidden, 0, n, 1.0
+            walk.finish_hidden(
+                dh, walk.columns, walk.entries, walk.factors, rows, grads.hidden, 0, 0, 1.0
             )
-            launch((n, -(-dh.shape[1] // 1024), 1), begin=0)
         of_head = grads.weight, grads.bias
         add_entries(*of_head, walk.columns, walk.entries, walk.h, len(problem.weight), 1.0)
         return grads.written()
@@ -108,8 +106,8 @@ class _Walk(Head):
             "lse": lse[chosen].float(),
             "temperature": None if temperature is None else temperature[chosen].float(),
         }
-        self.columns = labels
-        self.entries = torch.zeros(n, dtype=torch.float32, device=weight.device)
+        self.columns = labels[None]
+        self.entries = torch.zeros(1, n, dtype=torch.float32, device=weight.device)
 
     def add_tiles(self, grads: Gradients, dh: Tensor | None, R: int, T: int) -> None:
         """Blocks of ``R`` tokens by tiles of ``T`` classes."""
@@ -124,7 +122,7 @@ class _Walk(Head):
             d_weight = of_tile
             if of_tile is not None and n > R and of_tile.dtype != torch.float32:
                 d_weight = torch.empty(of_tile.shape, dtype=torch.float32, device=device)
-            w = span(self.weight, begin, end)
+            w = self.weight[begin:end]
             for first in range(0, n, R):
                 rows = slice(first, min(first + R, n))
                 g = self._gradient(products, stored, rows, begin, end)
@@ -146,8 +144,8 @@ class _Walk(Head):
         if upstream.classes is None or upstream.at_classes is None:
             return
         classes, entries = (x[self.chosen].t() for x in (upstream.classes, upstream.at_classes))
-        self.columns = torch.cat([self.columns, classes.reshape(-1).to(self.columns.dtype)])
-        self.entries = torch.cat([self.entries, entries.reshape(-1).float()])
+        self.columns = torch.cat([self.columns, classes.to(self.columns.dtype)])
+        self.entries = torch.cat([self.entries, entries.float()])
 
     def _gradient(
         self, products: Tensor, stored: Tensor, rows: slice, begin: int, end: int
@@ -157,7 +155,7 @@ class _Walk(Head):
         width = multiple_of_16(T)
         block = min(power_of_2(T), self.arch.exp_block_v)
         logits = products.as_strided((C, T), (width, 1))
-        w = span(self.weight, begin, end)
+        w = self.weight[begin:end]
         product(w.device, w.dtype)(self.h[rows], w.t(), out=logits)
         cut = {name: None if x is None else x[rows] for name, x in self.of_rows.items()}
         bias = self.pointwise["bias"]
@@ -167,7 +165,7 @@ class _Walk(Head):
             products=products,
             grads=stored,
             class_weight=None if self.class_weight is None else self.class_weight[begin:],
-            entries=self.entries[rows.start :],
+            entries=self.entries[0, rows.start :],
             count=self.count,
             first=rows.start,
             begin=begin,

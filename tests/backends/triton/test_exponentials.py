@@ -7,7 +7,7 @@ from support.params import slow
 
 from fusedce.backends import plan
 from fusedce.backends import triton as backend
-from fusedce.backends.triton import archs
+from fusedce.backends.triton import archs, training
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.contract.task import Task
 from fusedce.testing import Case
@@ -49,19 +49,8 @@ def test_cublas_and_one_gemm_agree(monkeypatch, dtype, logits, options):
 
 
 def test_one_gemm_is_chosen_by_the_hidden_size(monkeypatch):
-    monkeypatch.delenv("FUSEDCE_EXP_GEMM", raising=False)
-    chosen = {"sm_80": [False] * 3, "sm_90": [True, True, False], "sm_120": [True] * 3}
-    for name, wanted in chosen.items():
-        walks = archs.BY_NAME[name].two_bytes
-        assert [archs.by_one_gemm(walks, H) for H in (64, 2304, 2305)] == wanted
-    assert not archs.by_one_gemm(archs.BY_NAME["sm_90"].four_bytes, 64)
-
-
-def test_the_variable_overrules_the_table_in_a_loss(monkeypatch):
     """The loss then holds no tile of products, as the plan says."""
-    from fusedce.backends.triton import training
-
-    hidden, weight, labels, _ = Case((37,), 64, 333, torch.bfloat16).tensors()
+    hidden, weight, labels, _ = Case((37,), 96, 333, torch.bfloat16).tensors()
     asked = []
 
     def way(call, **more):
@@ -69,10 +58,10 @@ def test_the_variable_overrules_the_table_in_a_loss(monkeypatch):
         return plan.way_of(call, **more)
 
     monkeypatch.setattr(training, "way_of", way)
-    for value in ("1", "0"):
-        monkeypatch.setenv("FUSEDCE_EXP_GEMM", value)
-        backend.loss_and_grads(Task(Problem(hidden, weight, labels), Wanted(weight=True)), None)
-    assert asked == [archs.BY_NAME["interpreter"].two_bytes.gemm.BLOCK_V, 0]
-    monkeypatch.setenv("FUSEDCE_EXP_GEMM", "yes")
-    with pytest.raises(ValueError, match="FUSEDCE_EXP_GEMM must be 0, 1 or unset, got 'yes'"):
-        backend.loss_and_grads(Task(Problem(hidden, weight, labels), Wanted(weight=True)), None)
+    row = archs.BY_NAME["interpreter"]
+    row = row._replace(two_bytes=row.two_bytes._replace(gemm_up_to=64))
+    monkeypatch.setattr(archs, "architecture", lambda device: row)
+    for H in (64, 96):
+        problem = Problem(hidden[:, :H].contiguous(), weight[:, :H].contiguous(), labels)
+        backend.loss_and_grads(Task(problem, Wanted(weight=True)), None)
+    assert asked == [row.two_bytes.gemm.BLOCK_V, 0]

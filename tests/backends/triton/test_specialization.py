@@ -85,6 +85,12 @@ def problem_of(V=333, name="plain", ignored=31, N=96, **more):
     return Problem(hidden, weight, labels, bias=bias, **OPTIONS[name], **more)
 
 
+def by_gemm(monkeypatch, one_gemm):
+    row = archs.BY_NAME["interpreter"]
+    row = row._replace(two_bytes=row.two_bytes._replace(gemm_up_to=2**31 if one_gemm else 0))
+    monkeypatch.setattr(archs, "architecture", lambda device: row)
+
+
 def train(problem, argmax=None, wanted=BOTH):
     backend.loss_and_grads(Task(problem, wanted), argmax)
 
@@ -98,16 +104,16 @@ def token_grads(problem, chosen=(None, None)):
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("chunk_tokens", [None, 39, 70])  # 70: a chunk, inside a graph two
 @pytest.mark.parametrize("V", [320, 333])
-@pytest.mark.parametrize("gemm", ["0", "1"])  # exponentials by products of cuBLAS, or by one GEMM
+@pytest.mark.parametrize("gemm", [False, True])  # exponentials by cuBLAS, or by one GEMM
 def test_training_compiles_nothing_inside_a_graph(
     monkeypatch, inside_a_graph, options, chunk_tokens, V, gemm
 ):
-    monkeypatch.setenv("FUSEDCE_EXP_GEMM", gemm)
+    by_gemm(monkeypatch, gemm)
     problem = problem_of(V, options, chunk_tokens=chunk_tokens)
     argmax = torch.empty(96, dtype=torch.int64) if options == "terms" else None
     kernels, new = inside_a_graph(lambda: train(problem, argmax))
     assert new == set()
-    exponentials = "walk_kernel" if gemm == "1" else "exp_tile_kernel"
+    exponentials = "walk_kernel" if gemm else "exp_tile_kernel"
     assert {"label_logit_kernel", exponentials, "softmax_rows_kernel"} <= kernels
 
 
@@ -144,7 +150,6 @@ def test_token_gradients_compile_nothing_inside_a_graph(inside_a_graph, chunk_to
 @pytest.mark.parametrize("chunk_tokens", [None, 39])
 @pytest.mark.parametrize("V", [320, 333, 1111])
 def test_one_compilation_fits_all_tiles_of_a_chunk(monkeypatch, launches, V, chunk_tokens):
-    """All launches but the first skip the choice of a compiled kernel."""
     tiny = archs.BY_NAME["interpreter"]._replace(tile_elements=(2**12, 2**12))
     monkeypatch.setattr(archs, "architecture", lambda device: tiny)
     train(problem_of(V, "terms", N=196, chunk_tokens=chunk_tokens))
@@ -181,7 +186,7 @@ def test_token_gradients_wait_for_nothing_inside_a_graph(monkeypatch, K):
 @pytest.mark.parametrize("one_gemm", [0, 1])
 def test_few_kernels_are_launched(monkeypatch, launches, one_gemm):
     """Each costs the host as much as a small tile's work."""
-    monkeypatch.setenv("FUSEDCE_EXP_GEMM", str(one_gemm))
+    by_gemm(monkeypatch, one_gemm)
     train(problem_of(), wanted=Wanted(weight=True))  # compiles for later sums
 
     def launched(step):

@@ -147,13 +147,13 @@ def test_the_product_of_one_chunk_is_written_in_the_gradients_own_dtype(
 ):
     """A large head's float32 buffer would be twice its gradient."""
     seen = []
-    add = training.add_head_gradients
+    add = training.add_product
 
-    def add_and_look(chunks, grads, *args, **options):
-        seen.append(grads.weight.dtype)
-        return add(chunks, grads, *args, **options)
+    def add_and_look(total, *args, **options):
+        seen.append(total.dtype)
+        return add(total, *args, **options)
 
-    monkeypatch.setattr(training, "add_head_gradients", add_and_look)
+    monkeypatch.setattr(training, "add_product", add_and_look)
     problem = Problem(*inputs(torch.bfloat16, 1, 0.0, n=5), chunk_tokens=chunk_tokens)
     found = backend.loss_and_grads(
         Task(problem, Wanted(hidden=False, weight=True, bias=False)), None
