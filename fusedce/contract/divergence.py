@@ -182,7 +182,8 @@ def checked_divergence(
     )
 
 
-_OF_TARGETS = {"softcap", "logit_scale", "label_smoothing", "z_loss"}  # what their loss computes
+OF_TARGETS = {"softcap", "logit_scale", "label_smoothing", "z_loss"}
+"""Numeric options that the loss of class probabilities computes; it refuses the others."""
 
 
 def checked_targets(
@@ -204,7 +205,7 @@ def checked_targets(
             f"ignore_index must be negative or None for labels of class probabilities, which hold "
             f"no index to ignore, got {problem.ignore_index}: give positions a token_weight of 0"
         )
-    for name in {*NUMBERS} - _OF_TARGETS:
+    for name in {*NUMBERS} - OF_TARGETS:
         if getattr(problem, name) != Problem._field_defaults[name]:
             raise ValueError(f"{name} is of class indices, the labels are class probabilities")
     V, leading = problem.weight.shape[:1].numel(), labels.shape

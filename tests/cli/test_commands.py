@@ -45,13 +45,14 @@ def test_it_is_a_module_too():
 
 
 def test_every_command_explains_itself():
-    """In the list with its whole summary, on the page of commands, with ``--json``."""
+    """In the list with its whole summary, on the page of commands, with ``--json`` and a test."""
     listed = " ".join(call("--help").output.split())
     page = (ROOT / "docs" / "commands.md").read_text()
-    assert len(main.commands) == 5
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     for name, command in main.commands.items():
         assert f"{name} {command.help.partition(chr(10))[0]}" in listed
         assert f"## `fusedce {name}" in page
+        assert f'answer("{name}"' in tests
         assert "--json" in call(name, "--help").output
 
 

@@ -13,6 +13,7 @@ from support.bad_inputs import VALUES, H, N, V
 
 import fusedce
 from fusedce import sharded
+from fusedce.contract.problem import NUMBERS, RANGES
 
 
 def shifted(*args, **kwargs):
@@ -29,6 +30,7 @@ FUNCTIONS = (
 )  # fmt: skip
 NUMBER = {"three", "2.5", "zero", "minus one", "2**70"}
 TAKEN = {
+    **dict.fromkeys({*NUMBERS} - {*RANGES}, NUMBER),
     "k": {"three"},
     "labels": {"(N,) int64"},
     "bias": {"None", "(V,) leaf"},
@@ -37,9 +39,7 @@ TAKEN = {
     "teacher_bias": {"None", "(V,) leaf"},
     "softcap": NUMBER - {"zero", "minus one"} | {"None"},
     "teacher_softcap": NUMBER - {"zero", "minus one"} | {"None"},
-    "logit_scale": NUMBER,
     "teacher_logit_scale": NUMBER,
-    "z_loss": NUMBER,
     "ce_weight": NUMBER,
     "label_smoothing": {"zero"},
     "beta": {"zero"},

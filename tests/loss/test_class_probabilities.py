@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from support.bounds import EXACT, STATISTIC, logit_rounding
 
 from fusedce import fused_cross_entropy, reference_ce
-from fusedce.testing import OPTIONS, Case, assert_within, cases
+from fusedce.contract.divergence import OF_TARGETS
+from fusedce.testing import Case, assert_within, cases
 
-EVERY = (*(x for x in OPTIONS if x != "ignore_index"), "class_weight")
+EVERY = ("bias", "token_weight", "class_weight", *sorted(OF_TARGETS))
 PLAIN = Case((9,), 12, 131)
 
 

@@ -13,7 +13,7 @@ from support.oracle import by_token, summed
 from support.params import QUICK_ON_TORCH, slow
 
 from fusedce import fused_argmax, fused_ce, reference_ce
-from fusedce.testing import OPTIONS, Case, cases, check
+from fusedce.testing import NUMBERS, OPTIONS, Case, cases, check
 
 BACKENDS = ["torch", "triton"]
 SMALL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,9 +41,8 @@ def test_any_subset_triton_matches_the_reference(fn, case, chunk_tokens):
 
 
 OF_TENSORS = ("bias", "token_weight", "class_weight")
-VALUES = {
-    "softcap": 4.0, "logit_scale": -0.7, "ignore_index": 3, "label_smoothing": 0.2, "z_loss": 0.1,
-}  # fmt: skip
+VALUES = {name: values[-1] for name, values in NUMBERS.items()}
+VALUES |= {"softcap": 4.0, "logit_scale": -0.7, "label_smoothing": 0.2, "ignore_index": 3}
 
 
 PAIRS = list(combinations(EVERY, 2))
