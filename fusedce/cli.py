@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 import fusedce
@@ -64,11 +64,13 @@ def _command(function: Command) -> Callable[[Command], click.Command]:
         except OSError as problem:
             raise click.ClickException(str(problem)) from None
         except (MemoryError, RuntimeError) as problem:
-            if not _is_out_of_memory(problem):
+            said = str(problem).partition("\n")[0]
+            # Torch says "out of memory", "can't allocate memory" or "Storage size ... overflowed".
+            if isinstance(problem, RuntimeError) and not re.search(
+                "(of|allocate) memory|Storage size", said
+            ):
                 raise
-            raise click.ClickException(
-                f"this machine's memory does not hold it: {str(problem).partition(chr(10))[0]}"
-            ) from None
+            raise click.ClickException(f"this machine's memory does not hold it: {said}") from None
         except KeyboardInterrupt:
             _say("interrupted")
             sys.exit(_INTERRUPTED)
@@ -81,14 +83,6 @@ def _command(function: Command) -> Callable[[Command], click.Command]:
         "--json", "as_json", is_flag=True, help="One JSON value on standard output."
     )
     return main.command(short_help=summary)(json_option(called))
-
-
-def _is_out_of_memory(problem: Exception) -> bool:
-    """Whether Python or torch has failed to get memory. Torch's class would need an import."""
-    if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError":
-        return True
-    words = ("can't allocate memory", "Storage size calculation overflowed")
-    return any(w in str(problem) for w in words)
 
 
 class _Dtype(click.Choice[str]):
@@ -124,8 +118,8 @@ def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool) -> Ans
 
     _say(f"building {model} and running it before and after ...")
     found = tool.check(model, dtype=dtype, peft=peft, compiled=compiled, full=full)
-    status = 1 if not found.equal else 0 if found.fused else _NOT_FUSED
-    return asdict(found), tool.text(found), status
+    status = 1 if not found["equal"] else 0 if found["fused"] else _NOT_FUSED
+    return found, tool.text(found), status
 
 
 @_command
@@ -143,7 +137,7 @@ def plan(model: str, tokens: int, dtype: str, device: str) -> Answer:
     from fusedce.tools import plan as tool
 
     found = tool.plan(model, tokens=tokens, dtype=dtype, device=device)
-    return asdict(found), tool.text(found), 0
+    return found, tool.text(found), 0
 
 
 @_command
@@ -168,7 +162,7 @@ def bench(
         repeats=repeats, compiled=compiled, progress=_say,
     )  # fmt: skip
     hint = "" if compiled else "\nCompiled eager: add --compile (most of a minute more)."
-    return asdict(found), tool.text(found) + hint, 0
+    return found, tool.text(found) + hint, 0
 
 
 @_command

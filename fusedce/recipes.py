@@ -164,12 +164,8 @@ def dpo_loss(
     """
     _check_name("kind", kind, tuple(_OF_PAIRS))
     _check_shapes(policy, "policy", reference=reference)
-    chosen, rejected = (beta * x for x in _pairs(policy - reference))
-    loss = _OF_PAIRS[kind](chosen, rejected)
-    if label_smoothing:
-        swapped = _OF_PAIRS[kind](rejected, chosen)
-        loss = (1 - label_smoothing) * loss + label_smoothing * swapped
-    return _of_each(loss)
+    chosen, rejected = _pairs(beta * (policy - reference))
+    return _of_pairs(kind, chosen, rejected, label_smoothing)
 
 
 def cpo_loss(
@@ -191,10 +187,8 @@ def cpo_loss(
         >>> cpo_loss(torch.tensor([-1.0, -3.0]), beta=1.0, gamma=2.0).mean()
         tensor(0.6931)
     """
-    chosen, rejected = _pairs(policy)
-    margin = beta * (chosen - rejected) - gamma
-    loss = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
-    return _of_each(loss)
+    chosen, rejected = _pairs(beta * policy)
+    return _of_pairs("sigmoid", chosen - gamma, rejected, label_smoothing)
 
 
 def orpo_loss(
@@ -215,7 +209,7 @@ def orpo_loss(
     """
     log_p = policy.clamp(max=-torch.finfo(policy.dtype).tiny)  # odds of a p of 1 are infinite
     chosen, rejected = _pairs(log_p - (-torch.expm1(log_p)).log())
-    return _of_each(-beta * F.logsigmoid(chosen - rejected))
+    return _of_pairs("sigmoid", chosen, rejected) * beta
 
 
 def _pairs(policy: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,6 +217,14 @@ def _pairs(policy: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"policy must be (2 B,), chosen then rejected, got {tuple(policy.shape)}")
     chosen, rejected = policy.chunk(2)
     return chosen, rejected
+
+
+def _of_pairs(kind: str, chosen: Tensor, rejected: Tensor, label_smoothing: float = 0) -> LossSum:
+    """The sum over pairs, of whom a share of ``label_smoothing`` is taken the other way round."""
+    loss = _OF_PAIRS[kind](chosen, rejected)
+    if label_smoothing:
+        loss = torch.lerp(loss, _OF_PAIRS[kind](rejected, chosen), label_smoothing)
+    return _of_each(loss)
 
 
 def _of_each(loss: Tensor) -> LossSum:

@@ -109,12 +109,6 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.line(f"{where}: repeat with pytest --jitter {seed} '{report.nodeid}'")
 
 
-def pytest_sessionfinish():
-    from support import coverage
-
-    coverage.write()
-
-
 def pytest_collection_modifyitems(config, items):
     if seed := config.getoption("--shuffle"):
         random.Random(seed).shuffle(items)

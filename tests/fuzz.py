@@ -6,7 +6,7 @@
 Each round runs every property once, in a random order: losses, accumulators, programs over a
 replaced head, schedules of ranks. It has a seed of its own, which is printed and repeats it. A
 failing example is kept in `.hypothesis/` and tried first the next time, and ends the script with
-status 1. The last lines say what the examples covered.
+status 1.
 """
 
 import os
@@ -14,7 +14,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -28,14 +27,14 @@ def command_of(seed: int, arguments: list[str]) -> list[str]:
     return [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *options, *arguments]
 
 
-def one_round(seed: int, seconds: float, arguments: list[str], coverage: Path) -> int | None:
+def one_round(seed: int, seconds: float, arguments: list[str]) -> int | None:
     """Exit status of pytest; ``None`` if the time is over before it ends."""
-    environment = os.environ | {"FUSEDCE_COVERAGE": str(coverage), "FUSEDCE_SEED": str(seed)}
+    environment = os.environ | {"FUSEDCE_SEED": str(seed)}
     process = subprocess.Popen(command_of(seed, arguments), cwd=TESTS.parent, env=environment)
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # pytest then still writes what it covered
+        process.send_signal(signal.SIGINT)
         try:
             process.wait(GRACE)
         except subprocess.TimeoutExpired:
@@ -48,17 +47,11 @@ def main() -> int:
     seconds, arguments = float(sys.argv[1]), sys.argv[2:]
     end = time.monotonic() + seconds
     seeds, failed = [], False
-    with tempfile.TemporaryDirectory() as folder:
-        coverage = Path(folder) / "coverage.jsonl"
-        while not failed and (left := end - time.monotonic()) > 0:
-            seeds.append(secrets.randbelow(2**32))
-            print(f"== fuzz: seed {seeds[-1]}, {left:.0f} s left", flush=True)
-            failed = bool(one_round(seeds[-1], left, arguments, coverage))
-        print(f"== fuzz: covered with the seeds {', '.join(map(str, seeds))}")
-        sys.path.insert(0, str(TESTS))
-        from support.coverage import table
-
-        print(table(coverage))
+    while not failed and (left := end - time.monotonic()) > 0:
+        seeds.append(secrets.randbelow(2**32))
+        print(f"== fuzz: seed {seeds[-1]}, {left:.0f} s left", flush=True)
+        failed = bool(one_round(seeds[-1], left, arguments))
+    print(f"== fuzz: seeds {', '.join(map(str, seeds))}")
     if failed:
         again = " ".join(["pytest", *command_of(seeds[-1], arguments)[3:]])
         print(f"== fuzz: seed {seeds[-1]} failed; again with\n   {again}")

@@ -281,12 +281,8 @@ class Overflows(Model):
 
     def __init__(self):
         super().__init__()
-        self.padding = torch.nn.ParameterList(torch.zeros(1) for _ in range(4))  # the smallest
         self.overflow = False
         self.head.weight.register_hook(lambda g: g * math.inf if self.overflow else g)
-
-    def forward(self, hidden):
-        return super().forward(hidden) + sum(self.padding)
 
 
 @pytest.mark.parametrize("to_none", [True, False])

@@ -29,7 +29,6 @@ from fusedce.contract.results import LossSum
 logger = logging.getLogger(__name__)
 
 _CASTS = ("ToCopyBackward0", "CloneBackward0")  # autograd nodes of copies of the same shape
-_COPIES = 4  # parameters whose gradients are compared before and after clipping
 
 
 @dataclass
@@ -40,7 +39,7 @@ class _Open:
     logged: float | None = None
     lost: int = 0  # micro-batches whose gradients were set to zero before the step
     overflowed: bool = False  # whether those gradients were not finite
-    afterwards: float = 1.0  # factor on .grad between the last backward and the step
+    afterwards: float = 1.0  # by how much .grad grew between the last backward and the step
 
 
 class Audit:
@@ -61,9 +60,7 @@ class Audit:
         self._now = _Open()
         self._unseen = 0  # optimizer steps without a micro-batch
         self._backward = -1  # id of the backward that runs, or ran last
-        # Parameters, and copies of their gradients after that backward.
-        self._grads: list[tuple[Tensor, Tensor]] = []
-        self._finite = True  # whether all gradients were finite after that backward
+        self._after_backward = 0.0  # the size of all gradients when that backward ended
         self._handles: list[Any] = []
 
     def __enter__(self) -> Audit:
@@ -142,43 +139,29 @@ class Audit:
             # Callbacks run in the order in which they were queued. DDP and FSDP queue theirs, which
             # complete the gradients, later in this backward; a callback that is queued at the end
             # of backward runs after them.
-            queue(lambda: queue(self._copy_gradients))
+            queue(lambda: queue(self._note_size))
         self._now.micro.append(micro)
 
-    def _copy_gradients(self) -> None:
-        """Copy the gradients of the smallest parameters, and check all, after a backward."""
-        found = [p for p in self._model.parameters() if p.grad is not None]
-        self._finite = all(_is_finite(local_of(p.grad)) for p in found)
-        found = sorted(found, key=lambda p: p.numel())[:_COPIES]
-        self._grads = [(p, local_of(p.grad).detach().to(torch.float64, copy=True)) for p in found]
+    def _size(self) -> float:
+        """A size of all gradients in ``.grad``; inf or NaN if one of them is not finite."""
+        found = (local_of(p.grad) for p in self._model.parameters() if p.grad is not None)
+        grads = (grad._values() if grad.is_sparse else grad for grad in found)
+        return sum(float(torch.linalg.vector_norm(g, math.inf)) for g in grads if g.numel())
+
+    def _note_size(self) -> None:
+        self._after_backward = self._size()
 
     def _count_lost(self) -> None:
         """Count the micro-batches whose gradients have been in ``.grad`` and are not any more."""
-        had = any(bool(grad.any()) for _, grad in self._grads)
-        grads = (p.grad for p in self._model.parameters() if p.grad is not None)
-        have = held_by_fsdp2(self._model) or any(bool(local_of(grad).any()) for grad in grads)
-        if had and not have:
+        if self._after_backward and not self._size() and not held_by_fsdp2(self._model):
             self._now.lost = len(self._now.micro)
-            self._now.overflowed |= not self._finite
+            self._now.overflowed |= not math.isfinite(self._after_backward)
 
     def _after_correction(self, factor: float) -> None:
         """Follow a correction of the gradients by ``LossAccumulator.finish``."""
         for micro in self._now.micro:
             micro.weight *= factor
-        self._grads = [(p, grad * factor) for p, grad in self._grads]
-
-    def _factor_on_gradients(self) -> float:
-        """The factor between ``.grad`` now and after backward; 1 if it is not one factor."""
-        pairs = [(local_of(p.grad).double(), g) for p, g in self._grads if p.grad is not None]
-        pairs = [(now, then) for now, then in pairs if now.shape == then.shape]
-        squares = sum(float((then * then).sum()) for _, then in pairs)
-        if not squares:
-            return 1.0
-        factor = sum(float((now * then).sum()) for now, then in pairs) / squares
-        residual = sum(float((now - factor * then).square().sum()) for now, then in pairs)
-        if residual > 1e-4 * factor**2 * squares:
-            return 1.0
-        return factor * self._loss_scale()
+        self._after_backward *= factor
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """End the open step, after the optimizer's: its closure may run the last backward."""
@@ -186,11 +169,13 @@ class Audit:
         self._unseen += mine and not self._now.micro
         if mine and self._now.micro:
             self._count_lost()
-            self._now.afterwards = self._factor_on_gradients()
+            if self._after_backward:
+                factor = self._size() / self._after_backward
+                self._now.afterwards = factor * self._loss_scale()
             # A GradScaler lets a fused optimizer skip its own step, and sets `found_inf` meanwhile.
             if not getattr(optimizer, "found_inf", None):
                 self._ended.append(self._now)
-            self._now, self._grads = _Open(), []
+            self._now, self._after_backward = _Open(), 0.0
 
     # ---- the report -------------------------------------------------------------------------
 
@@ -295,9 +280,3 @@ def _watch(edge: GradientEdge, callback: Callable[[Tensor], None]) -> None:
             callback(grad.detach())
 
     edge.node.register_prehook(hook)
-
-
-def _is_finite(x: Tensor) -> bool:
-    """Whether all entries are finite; no memory of the size of ``x`` is taken."""
-    values = x._values() if x.is_sparse else x
-    return not values.numel() or math.isfinite(torch.linalg.vector_norm(values, math.inf))

@@ -32,7 +32,7 @@ class Step:
         spread: the largest weight of a micro-batch's tokens over the smallest; 1 is right.
         averaged: whether each micro-batch weighs the same, however many tokens it has.
         lost: micro-batches whose gradients were set to zero before the step.
-        afterwards: the factor on ``.grad`` between the last backward and the step.
+        afterwards: by how much ``.grad`` grew between the last backward and the step.
         even: whether the tokens of each micro-batch weigh the same; else ``scale`` and ``spread``
             are those of means.
     """

@@ -99,6 +99,7 @@ class Way(NamedTuple):
 def chunked(call: Call, C: int, T: int) -> Way:
     """The way by chunks of ``C`` tokens, on the torch backend by tiles of ``T`` classes."""
     n, V, H, acc = call.n, call.V, call.H, call.acc
+    T = min(T, V)
     name, C = (ONE_CHUNK, max(n, 1)) if n <= C else (CHUNKS, C)
     held = {"logits of a chunk": C * (multiple_of_16(V) if call.triton else V) * call.logit}
     if call.triton:
@@ -116,7 +117,7 @@ def chunked(call: Call, C: int, T: int) -> Way:
         held["rows of weight"] = _rows_of_weight(call, T)
     if name == CHUNKS and call.accumulator:
         held["d_weight in float32"] = acc * V * H
-    return Way(name, C, min(T, V), _without_zeros(held | _always(call)))
+    return Way(name, C, T, _without_zeros(held | _always(call)))
 
 
 def compared(call: Call, C: int, T: int, teacher_H: int | None) -> Way:

@@ -18,13 +18,12 @@ and the gradients in the inputs' dtype.
 
 from __future__ import annotations
 
+import bisect
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from fusedce.backends.held import (
-    CHUNKS,
     DEVICE_BUDGET,
-    ONE_CHUNK,
     Call,
     MiB,
     Way,
@@ -53,6 +52,8 @@ _DEVICE_TOKENS = 8192
 ROW_MULTIPLE = 64  # blocks of so many tokens give a token the same bits in every batch
 _LEAST_CLASSES = 64
 
+_Sizes = tuple[Callable[[int], Way], int, int]  # a way by its tokens, and the fewest and the most
+
 
 def device_budget(memory: int | None) -> int:
     """Bytes of a chunk's logits on a GPU of ``memory`` bytes (None: not known)."""
@@ -71,40 +72,49 @@ def way_of(call: Call, *, chunk_tokens: int | None = None, memory_budget: int | 
     if memory_budget is None:
         C = chunk_size(call, chunk_tokens)
         return chunked(call, C, tile_classes(call, None, min(C, call.n)))
-    way = _fitting(call, _ways(call, tile_classes(call, memory_budget)), memory_budget)
-    if way.name != CHUNKS:
-        return way
-    wider = functools.partial(chunked, call, T=way.classes)
-    return _largest_chunks(call, wider, way.tokens, _most_tokens(call), memory_budget)
+    return _fitting(call, _ways(call, tile_classes(call, memory_budget)), memory_budget)
 
 
 def least_bytes(call: Call, *, tiles: bool = False) -> int:
     """The least budget of :func:`way_of`, or of :func:`tiles_of`."""
-    return min(way.bytes for way in (_tilings if tiles else _ways)(call, _LEAST_CLASSES))
+    ways = (_tilings if tiles else _ways)(call, _LEAST_CLASSES)
+    return min(make(least).bytes for make, least, _ in ways)
 
 
-def _fitting(call: Call, ways: Iterator[Way], budget: int) -> Way:
-    """The first of ``ways`` within a budget."""
+def _fitting(call: Call, ways: Iterable[_Sizes], budget: int) -> Way:
+    """The first of ``ways`` within a budget, of as many tokens as fit, in chunks of equal size."""
     tried = []
-    for way in ways:
+    for make, least, most in ways:
+        way = make(least)
         if way.bytes <= budget:
-            return way
+            if least == most:
+                return way
+            sizes = range(least, most + 1, call.limits.multiple)  # bytes grow with the tokens
+            most = sizes[bisect.bisect(sizes, budget, key=lambda C: make(C).bytes) - 1]
+            return make(min(equal_parts(call.n, most, call.limits.multiple), most))
         tried.append(way)
-    least = min(tried, key=lambda way: way.bytes)
-    held = ", ".join(f"{name} {count / MiB:.1f} MiB" for name, count in least.held.items())
+    least_way = min(tried, key=lambda way: way.bytes)
+    held = ", ".join(f"{name} {count / MiB:.1f} MiB" for name, count in least_way.held.items())
     raise ValueError(
-        f"memory_budget must be at least {least.bytes} bytes for {call.N} tokens, V={call.V}, "
+        f"memory_budget must be at least {least_way.bytes} bytes for {call.N} tokens, V={call.V}, "
         f"H={call.H}, got {budget}: {held}"
     )
 
 
-def _ways(call: Call, classes: int) -> Iterator[Way]:
+def _ways(call: Call, classes: int) -> Iterator[_Sizes]:
     """Ways to try, with tiles of at most so many classes, the fastest first."""
-    n, least = max(call.n, 1), call.limits.least_tokens
-    for tokens in (n, least) if least < min(n, _most_tokens(call)) else (n,):
-        for T in _halved(classes, _LEAST_CLASSES):
-            yield chunked(call, tokens, T)
+    n, least, most = max(call.n, 1), call.limits.least_tokens, _most_tokens(call)
+    yield from _chunkings(lambda C, T: chunked(call, C, T), n, n, classes)
+    if least < min(n, most):
+        yield from _chunkings(lambda C, T: chunked(call, C, T), least, most, classes)
     yield from _tilings(call, classes)
+
+
+def _chunkings(
+    make: Callable[[int, int], Way], least: int, most: int, classes: int
+) -> Iterator[_Sizes]:
+    for T in _halved(classes, _LEAST_CLASSES):
+        yield functools.partial(lambda T, C: make(C, T), T), least, most
 
 
 def _halved(most: int, least: int) -> Iterator[int]:
@@ -137,20 +147,6 @@ def _most_tokens(call: Call) -> int:
     if not call.on_cpu:
         return min(most, _DEVICE_TOKENS)
     return max(most, int(call.H * _TOKENS_BY_H_CPU)) if call.weight else most
-
-
-def _largest_chunks(
-    call: Call, way: Callable[[int], Way], least: int, most: int, budget: int
-) -> Way:
-    """``way`` of as many tokens a chunk, ``least`` to ``most``, as fit, in chunks of equal size."""
-    multiple = call.limits.multiple
-    low, high = least // multiple, most // multiple
-    while low < high:  # the bytes grow with the tokens
-        middle = (low + high + 1) // 2
-        fits = way(middle * multiple).bytes <= budget
-        low, high = (middle, high) if fits else (low, middle - 1)
-    most = low * multiple
-    return way(min(equal_parts(call.n, most, multiple), most))
 
 
 def tiles_of(
@@ -197,27 +193,28 @@ def way_of_divergence(
         C = min(chunk_size(of_one_head, chunk_tokens), max(call.n, 1))
         return compared(call, C, tile_classes(call, None, C), teacher_H)
     ways = _comparisons(call, tile_classes(call, memory_budget), teacher_H)
-    found = _fitting(call, ways, memory_budget)
-    if found.name == ONE_CHUNK:
-        return found
-    wider = functools.partial(compared, call, T=found.classes, teacher_H=teacher_H)
-    fewest, most = call.limits.multiple, _most_tokens(of_one_head)
-    return _largest_chunks(call, wider, fewest, most, memory_budget)
+    return _fitting(call, ways, memory_budget)
 
 
 def least_bytes_of_divergence(call: Call, teacher_H: int | None) -> int:
     """The least budget of :func:`way_of_divergence`."""
-    return min(way.bytes for way in _comparisons(call, _LEAST_CLASSES, teacher_H))
+    return min(
+        make(least).bytes for make, least, _ in _comparisons(call, _LEAST_CLASSES, teacher_H)
+    )
 
 
-def _comparisons(call: Call, classes: int, teacher_H: int | None) -> Iterator[Way]:
+def _comparisons(call: Call, classes: int, teacher_H: int | None) -> Iterator[_Sizes]:
     """Ways of a divergence by tiles of at most so many classes, the fastest first."""
-    for T in _halved(classes, _LEAST_CLASSES):
-        for C in (call.n, call.limits.multiple):
-            yield compared(call, C, T, teacher_H)
+    n, few, most = max(call.n, 1), call.limits.multiple, _most_tokens(call._replace(logit=call.acc))
+
+    def way(C: int, T: int) -> Way:
+        return compared(call, min(C, n), T, teacher_H)
+
+    yield from _chunkings(way, n, n, classes)
+    yield from _chunkings(way, few, most, classes)
 
 
-def _tilings(call: Call, classes: int) -> Iterator[Way]:
+def _tilings(call: Call, classes: int) -> Iterator[_Sizes]:
     """Ways by tiles of at most so many classes, the fastest first."""
     n, multiple = max(call.n, 1), _block_multiple(call)
     most = n if call.triton else min(n, call.limits.block_tokens)
@@ -225,7 +222,8 @@ def _tilings(call: Call, classes: int) -> Iterator[Way]:
         for T in _halved(classes, _LEAST_CLASSES):
             least = max(multiple, min(4 * multiple, T // 4)) if balanced else multiple
             for R in _halved(most, least):
-                yield by_tiles(call, equal_parts(n, R, multiple), T)
+                size = equal_parts(n, R, multiple)
+                yield functools.partial(by_tiles, call, T=T), size, size
 
 
 def _block_multiple(call: Call) -> int:

@@ -33,6 +33,10 @@ def shift_labels(
     and become ``ignore_index``. The result has the shape, dtype and device of ``labels``, and is
     what :func:`fusedce.fused_ce` expects.
 
+    Examples:
+        >>> shift_labels(torch.tensor([[5, 6, 7]]))
+        tensor([[   6,    7, -100]])
+
     Args:
         labels: ``(..., T)``, int64 or int32, one row per sequence, not yet shifted.
         offset: how many tokens ahead a position predicts. 1 is next-token prediction, more serves
@@ -45,17 +49,8 @@ def shift_labels(
         ignore_index: the label of positions that predict nothing.
 
     Raises:
-        TypeError: ``labels`` is not an int64 or int32 tensor, ``position_ids`` or ``cu_seqlens`` no
-            tensor, or ``offset`` or ``ignore_index`` not an int.
-        ValueError: ``labels`` has no dimension, ``offset`` is negative, shapes do not match,
-            ``ignore_index`` does not fit the dtype of ``labels``, both
-            ``position_ids`` and ``cu_seqlens`` are given, or ``cu_seqlens`` is not a rising
-            sequence from 0 to at most ``T`` (values are checked for CPU tensors only: reading them
-            from a GPU would synchronise).
-
-    Examples:
-        >>> shift_labels(torch.tensor([[5, 6, 7]]))
-        tensor([[   6,    7, -100]])
+        TypeError, ValueError: an argument has a wrong type, shape or value, or documents are marked
+            twice. Values of ``cu_seqlens`` are read on a CPU only, where nothing waits for it.
     """
     check_labels(labels)
     if labels.dim() == 0:
@@ -97,6 +92,10 @@ def count_valid(
 ) -> Tensor:
     """Number of tokens that will be trained on: labels other than ``ignore_index`` after the shift.
 
+    Examples:
+        >>> count_valid(torch.tensor([[5, 6, 7], [8, -100, 9]]))
+        tensor(3)
+
     Args:
         labels: ``(..., T)``, int64 or int32, **not yet shifted**; or a batch (a mapping) that
             holds such labels under ``"labels"``. For labels that are aligned already pass
@@ -110,22 +109,15 @@ def count_valid(
     Raises:
         TypeError, ValueError: as :func:`shift_labels`; ``ValueError`` also for a mapping without
             ``"labels"``.
-
-    Examples:
-        >>> count_valid(torch.tensor([[5, 6, 7], [8, -100, 9]]))
-        tensor(3)
     """
     if isinstance(labels, Mapping):
         if "labels" not in labels:
             raise ValueError(f'labels: a batch must hold "labels", got the keys {sorted(labels)}')
         labels = labels["labels"]
     shifted = shift_labels(
-        cast(Tensor, labels),
-        offset=offset,
-        position_ids=position_ids,
-        cu_seqlens=cu_seqlens,
+        cast(Tensor, labels), offset=offset, position_ids=position_ids, cu_seqlens=cu_seqlens,
         ignore_index=ignore_index,
-    )
+    )  # fmt: skip
     return (shifted != ignore_index).sum()
 
 

@@ -112,10 +112,8 @@ def slopes(
         by_nll = by_nll * problem.class_weight.to(lse)[y]
     if problem.z_loss:
         by_lse = by_lse + 2 * problem.z_loss * lse
-    if problem.token_weight is not None:
-        w = problem.token_weight.to(lse)
-        return Slopes(w * by_nll, w * by_lse, w * by_zmean)
-    return Slopes(by_nll, by_lse, by_zmean)
+    w = 1.0 if problem.token_weight is None else problem.token_weight.to(lse)
+    return Slopes(w * by_nll, w * by_lse, w * by_zmean)
 
 
 def _mean_class(problem: Problem) -> Tensor | float:
@@ -193,9 +191,9 @@ def with_expected_upstream(problem: Problem) -> Problem:
         factor = factor()
     if factor is None:
         return problem
-    dtype = acc_dtype(problem.hidden.dtype)
-    device = problem.hidden.device
-    if not isinstance(factor, Tensor):  # as_tensor would copy from the host
-        return problem.but(expected_upstream=torch.full((), factor, dtype=dtype, device=device))
-    factor = factor.detach().to(device, dtype, non_blocking=True).reshape(())
+    dtype, device = acc_dtype(problem.hidden.dtype), problem.hidden.device
+    if isinstance(factor, Tensor):
+        factor = factor.detach().to(device, dtype, non_blocking=True).reshape(())
+    else:  # as_tensor would copy from the host
+        factor = torch.full((), factor, dtype=dtype, device=device)
     return problem.but(expected_upstream=factor)

@@ -33,12 +33,9 @@ class LossSum(NamedTuple):
         With gradient accumulation or several ranks, ``denominator`` is the number of valid tokens
         of the whole optimizer step: see :class:`fusedce.LossAccumulator`.
 
-        A ``denominator`` of 0 counts as none.
-
         Raises:
-            TypeError: ``denominator`` is neither a number nor a tensor.
-            ValueError: ``denominator`` is negative, an infinite Python number, or a tensor with
-                more than one element. A tensor on a device is not read: a negative one counts as 1.
+            TypeError, ValueError: ``denominator`` is not one number of at least 0. A tensor on a
+                device is not read: a negative one counts as 1.
         """
         own = self.n_valid.clamp(min=1)
         if isinstance(denominator, torch.SymInt):

@@ -207,6 +207,11 @@ def filtered_logprob(
     (another rounding in the sampler) counts as kept, too. Differentiable in both
     log-probabilities; the choice has no gradient.
 
+    Examples:
+        >>> top = TopK(torch.tensor([[0.4, 0.2, 0.1]]).log(), torch.tensor([[7, 2, 5]]))
+        >>> filtered_logprob(top.logprob[:, 1], torch.tensor([2]), top, top_k=2).exp()
+        tensor([0.3333])
+
     Args:
         top: of :func:`fusedce.fused_topk`, at the temperature of sampling, ``K >= top_k``.
         top_k: ``None``: the sampler has no such limit. Then the ``K`` classes must hold ``top_p``
@@ -218,12 +223,7 @@ def filtered_logprob(
         ``(...)`` nats.
 
     Raises:
-        ValueError: a shape that does not fit the others, ``top_k`` or ``top_p`` out of range.
-
-    Examples:
-        >>> top = TopK(torch.tensor([[0.4, 0.2, 0.1]]).log(), torch.tensor([[7, 2, 5]]))
-        >>> filtered_logprob(top.logprob[:, 1], torch.tensor([2]), top, top_k=2).exp()
-        tensor([0.3333])
+        ValueError: a shape does not fit the others, or ``top_k`` or ``top_p`` is out of range.
     """
     K = top.logprob.shape[-1]
     if not logprob.shape == labels.shape == top.logprob.shape[:-1] == top.index.shape[:-1]:

@@ -15,7 +15,6 @@ import platform
 import statistics
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,32 +28,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Progress = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One implementation, forward and backward."""
-
-    name: str
-    seconds: list[float] | None  # sorted
-    extra_bytes: int | None  # peak above the level before the call
-    skipped: str | None = None  # why it did not run
-
-
-@dataclass(frozen=True)
-class Result:
-    """The measurements of :func:`bench`."""
-
-    shape: tuple[int, int, int]  # N, H, V
-    dtype: str
-    device: str
-    where: str  # machine, versions and repeats, for a caption
-    memory_method: str
-    rows: list[Row]  # the bare products first
-
-
 def bench(
     shape: tuple[int, int, int], *, dtype: str, device: str, repeats: int,
     compiled: bool, progress: Progress,
-) -> Result:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     """Time and memory of every implementation that runs here, forward and backward.
 
     Args:
@@ -81,21 +58,28 @@ def bench(
             failed[name] = f"{type(problem).__name__}: {str(problem).strip().splitlines()[:1]}"
     progress(f"timing {len(calls)} implementations, {repeats} interleaved rounds")
     seconds = median_seconds(calls, repeats)
-    rows = [Row(FLOOR, seconds[FLOOR], None)]
-    for name in names:
-        if name in failed:
-            rows.append(Row(name, None, None, failed[name]))
-            continue
-        progress(f"memory of {name}, in a process of its own")
-        extra = peak_extra_bytes(
-            "fusedce.tools.bench:prepare", {"name": name, **target}, device=device
+    rows: list[dict[str, Any]] = [
+        {"name": name, "seconds": found, "extra_bytes": None} for name, found in seconds.items()
+    ]
+    for row in rows[1:]:
+        progress(f"memory of {row['name']}, in a process of its own")
+        # the peak above the level before the call
+        row["extra_bytes"] = peak_extra_bytes(
+            "fusedce.tools.bench:prepare", {"name": row["name"], **target}, device=device
         )
-        rows.append(Row(name, seconds[name], extra))
     threads = f"{torch.get_num_threads()} threads"
     gpu = None if on_cpu else torch.get_device_module(device).get_device_name(device)
     machine = gpu or f"{platform.machine()}, {threads}"
     where = f"{machine}; torch {torch.__version__}; {repeats} rounds; a quarter of labels ignored"
-    return Result(shape, dtype, device, where, memory_method(device), rows)
+    return {
+        "shape": shape,  # N, H, V
+        "dtype": dtype,
+        "device": device,
+        "where": where,
+        "memory_method": memory_method(device),
+        "rows": rows,  # the bare products first
+        "skipped": failed,  # why an implementation did not run
+    }
 
 
 def prepare(
@@ -154,28 +138,26 @@ def make_call(
     return call
 
 
-def text(found: Result) -> str:
+def text(found: dict[str, Any]) -> str:
     """The measurements, for a terminal."""
-    N, H, V = found.shape
-    caption = f"Forward + backward, N={N}, H={H}, V={V}, {found.dtype}. {found.where}"
-    memory = f"Medians of the rounds. Memory: {found.memory_method}, beyond the inputs."
-    floor = statistics.median(found.rows[0].seconds or [0])
-    rows = [
-        {
-            "": row.name,
-            "ms": f"{1e3 * statistics.median(row.seconds):.1f}",
-            "range": f"{1e3 * row.seconds[0]:.1f} to {1e3 * row.seconds[-1]:.1f}",
-            "/ GEMMs": f"{statistics.median(row.seconds) / floor:.2f}",
-            "extra MiB": "" if row.extra_bytes is None else f"{row.extra_bytes / 2**20:.0f}",
-        }
-        for row in found.rows
-        if row.seconds
-    ]
+    N, H, V = found["shape"]
+    caption = f"Forward + backward, N={N}, H={H}, V={V}, {found['dtype']}. {found['where']}"
+    memory = f"Medians of the rounds. Memory: {found['memory_method']}, beyond the inputs."
+    floor, rows = statistics.median(found["rows"][0]["seconds"]), []
+    for row in found["rows"]:
+        ms, extra = [1e3 * x for x in row["seconds"]], row["extra_bytes"]
+        rows.append({
+            "": row["name"],
+            "ms": f"{statistics.median(ms):.1f}",
+            "range": f"{min(ms):.1f} to {max(ms):.1f}",
+            "/ GEMMs": f"{statistics.median(ms) / 1e3 / floor:.2f}",
+            "extra MiB": "" if extra is None else f"{extra / 2**20:.0f}",
+        })  # fmt: skip
     return "\n".join(
         (
             *textwrap.wrap(caption, 80),
             table(rows),
-            *(f"{row.name}: {row.skipped}" for row in found.rows if row.skipped),
+            *(f"{name}: {why}" for name, why in found["skipped"].items()),
             *textwrap.wrap(memory, 80),
         )
     )

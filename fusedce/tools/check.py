@@ -16,7 +16,6 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,28 +32,11 @@ LOSS_ERROR, GRAD_ERROR = 1e-6, 1e-5  # relative, in float32
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
-class Check:
-    """Findings of :func:`check`. Errors are relative; the gradients' is one norm over all."""
-
-    model_class: str
-    dtype: str
-    parameters: int  # of the model that was run
-    loss: float  # native, nats per token
-    loss_error: float
-    eval_error: float
-    grad_error: float
-    native_errors: tuple[float, float, float] | None  # of the native model; None in fp32
-    fused: bool
-    why_not: tuple[str, ...]  # code that needed logits, or why the head was not replaced
-    equal: bool
-
-
 def check(
     model: str, *, dtype: str = "fp32", peft: bool = False, compiled: bool = False,
     full: bool = False,
-) -> Check:  # fmt: skip
-    """Run ``model`` before and after its head is replaced.
+) -> dict[str, Any]:  # fmt: skip
+    """Run ``model`` before and after its head is replaced. Errors are relative.
 
     Args:
         model: folder, configuration, class or model type; see :mod:`fusedce.tools.model_sizes`.
@@ -89,7 +71,7 @@ def _with_lora(module: nn.Module) -> nn.Module:
     return get_peft_model(module, lora)
 
 
-def _compare(module: nn.Module, dtype: str, compiled: bool) -> Check:
+def _compare(module: nn.Module, dtype: str, compiled: bool) -> dict[str, Any]:
     inputs = batch(module.config)  # type: ignore[arg-type]
     exact = run(module, inputs)
     low = copy.deepcopy(module).to(_DTYPES[dtype])
@@ -108,19 +90,19 @@ def _compare(module: nn.Module, dtype: str, compiled: bool) -> Check:
             why += ("no F.cross_entropy of the head's logits was seen",)
     errors = errors_of(ours, exact if dtype != "fp32" else native)
     before = None if dtype == "fp32" else errors_of(native, exact)
-    return Check(
-        model_class=type(module).__name__,
-        dtype=dtype,
-        parameters=sum(p.numel() for p in module.parameters()),
-        loss=float(native[0]),
-        loss_error=errors[0],
-        eval_error=errors[1],
-        grad_error=errors[2],
-        native_errors=before,
-        fused=not why and report.logits_made == 0,
-        why_not=why,
-        equal=all(e <= b for e, b in zip(errors, _bounds(before, dtype), strict=True)),
-    )
+    return {
+        "model_class": type(module).__name__,
+        "dtype": dtype,
+        "parameters": sum(p.numel() for p in module.parameters()),  # of the model that was run
+        "loss": float(native[0]),  # native, nats per token
+        "loss_error": errors[0],
+        "eval_error": errors[1],
+        "grad_error": errors[2],  # one norm over all gradients
+        "native_errors": before,  # of the native model; None in fp32
+        "fused": not why and report.logits_made == 0,
+        "why_not": why,  # code that needed logits, or why the head was not replaced
+        "equal": all(e <= b for e, b in zip(errors, _bounds(before, dtype), strict=True)),
+    }
 
 
 def _bounds(native: tuple[float, float, float] | None, dtype: str) -> tuple[float, float, float]:
@@ -182,24 +164,25 @@ def _quietly() -> Iterator[None]:
         logging.disable(level)
 
 
-def text(found: Check) -> str:
+def text(found: dict[str, Any]) -> str:
     """The findings, for a terminal."""
     rows = {
-        "loss, native": f"{found.loss:.6f} nats per token",
-        "relative error of the loss": f"{found.loss_error:.1e}",
-        "... in evaluation": f"{found.eval_error:.1e}",
-        "... of all gradients": f"{found.grad_error:.1e}",
+        "loss, native": f"{found['loss']:.6f} nats per token",
+        "relative error of the loss": f"{found['loss_error']:.1e}",
+        "... in evaluation": f"{found['eval_error']:.1e}",
+        "... of all gradients": f"{found['grad_error']:.1e}",
     }
-    if found.native_errors is not None:
-        native = ", ".join(f"{e:.1e}" for e in found.native_errors)
-        rows[f"the native model's own in {found.dtype}"] = native
+    dtype = found["dtype"]
+    if found["native_errors"] is not None:
+        native = ", ".join(f"{e:.1e}" for e in found["native_errors"])
+        rows[f"the native model's own in {dtype}"] = native
     return "\n".join(
         (
-            f"{found.model_class}, {found.parameters / 1e6:.2f} M parameters as run, {found.dtype}",
+            f"{found['model_class']}, {found['parameters'] / 1e6:.2f} M parameters as run, {dtype}",
             *pairs(rows),
-            "equal: " + ("yes" if found.equal else "NO, do not use it with this model"),
-            "fused: " + ("yes, no logits were made" if found.fused else "no, real logits"),
-            *(f"  {reason}" for reason in found.why_not),
+            "equal: " + ("yes" if found["equal"] else "NO, do not use it with this model"),
+            "fused: " + ("yes, no logits were made" if found["fused"] else "no, real logits"),
+            *(f"  {reason}" for reason in found["why_not"]),
         )
     )
 

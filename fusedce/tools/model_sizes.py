@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,17 +22,8 @@ class UserError(ValueError):
     """A mistake of the user: the command line prints its message without a traceback."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of a model that a plan needs."""
-
-    name: str
-    H: int
-    V: int
-
-
-def sizes(model: str) -> Sizes:
-    """Sizes of ``model``; only those of a configuration need transformers.
+def sizes(model: str) -> tuple[int, int]:
+    """H and V of ``model``; only those of a configuration need transformers.
 
     Raises:
         UserError: there is no such model, or its configuration names no sizes.
@@ -42,15 +32,14 @@ def sizes(model: str) -> Sizes:
         H, V = map(int, re.split("[,x]", model))
         if not H or not V:
             raise UserError(f"H,V must be at least 1 each, got {model!r}")
-        return Sizes(model, H, V)
-    of_text = config_of(model).get_text_config(decoder=True)
-    found: list[Any] = [getattr(of_text, name, None) for name in ("hidden_size", "vocab_size")]
-    if not all(found):
+        return H, V
+    of_text: Any = config_of(model).get_text_config(decoder=True)
+    if not getattr(of_text, "hidden_size", None) or not getattr(of_text, "vocab_size", None):
         raise UserError(
             f"the configuration of {model} names no hidden size and vocabulary: give them as H,V, "
             f"such as 4096,128256"
         )
-    return Sizes(model, *found)
+    return of_text.hidden_size, of_text.vocab_size
 
 
 def config_of(model: str) -> PretrainedConfig:

@@ -8,13 +8,12 @@ class needs torch.
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fusedce.backends.held import EXP_GEMM_H, ONE_CHUNK, TILES, Call
 from fusedce.backends.plan import device_budget, least_bytes, way_of
 from fusedce.tools import pairs, size, table
-from fusedce.tools.model_sizes import Sizes, UserError, sizes
+from fusedce.tools.model_sizes import UserError, sizes
 
 GiB = 2**30
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -37,35 +36,9 @@ DEVICES = {
 }
 
 
-@dataclass(frozen=True)
-class Point:
-    """What a memory budget gives."""
-
-    budget: int  # bytes
-    way: str  # "one chunk", "chunks" or "tiles"
-    tokens: int  # of a chunk, or of a block of a tile
-    classes: int  # of a tile
-    bytes: int  # held beside inputs and gradients
-    products: int  # matrix products of N * V * H multiplications each
-
-
-@dataclass(frozen=True)
-class ModelPlan:
-    """What :func:`plan` finds."""
-
-    model: Sizes
-    tokens: int  # of a micro-batch on one device
-    dtype: str
-    device: str
-    logits_bytes: int  # of one copy of the logits, in `dtype`
-    chunk_tokens: int  # of a chunk of fused_ce
-    least_budget: int  # bytes: the least memory_budget
-    recommended_budget: int  # bytes: the least with which no step is slower than without a budget
-    methods: dict[str, dict[str, int]]  # bytes beyond weights, hidden states, gradients: by purpose
-    frontier: tuple[Point, ...]  # what each memory budget gives
-
-
-def plan(model: str, *, tokens: int = 8192, dtype: str = "bf16", device: str = "H200") -> ModelPlan:
+def plan(
+    model: str, *, tokens: int = 8192, dtype: str = "bf16", device: str = "H200"
+) -> dict[str, Any]:
     """Plan one micro-batch of ``tokens`` positions, all of them with a label.
 
     Args:
@@ -79,18 +52,27 @@ def plan(model: str, *, tokens: int = 8192, dtype: str = "bf16", device: str = "
     """
     if device != "cpu" and device not in DEVICES:
         raise UserError(f"device must be cpu or one of {', '.join(DEVICES)}, got {device!r}")
-    of, b = sizes(model), BYTES[dtype]
-    asked = call(tokens, of.H, of.V, b, DEVICES.get(device))
-    ours, logits = way_of(asked), b * tokens * of.V
-    methods = {
-        "eager": {"log-softmax, its gradient, the slope": 12 * tokens * of.V},
-        "compiled eager": {"logits": logits},
-        "fused_ce": ours.held,
+    (H, V), b = sizes(model), BYTES[dtype]
+    asked = call(tokens, H, V, b, DEVICES.get(device))
+    ours, logits = way_of(asked), b * tokens * V
+    return {
+        "model": {"name": model, "H": H, "V": V},
+        "tokens": tokens,
+        "dtype": dtype,
+        "device": device,
+        "logits_bytes": logits,  # of one copy
+        "chunk_tokens": ours.tokens,  # of a chunk of fused_ce
+        "least_budget": least_bytes(asked),
+        # the least with which no step is slower than without a budget
+        "recommended_budget": ours.bytes,
+        # bytes beyond weights, hidden states and their gradients, by purpose
+        "methods": {
+            "eager": {"log-softmax, its gradient, the slope": 12 * tokens * V},
+            "compiled eager": {"logits": logits},
+            "fused_ce": ours.held,
+        },
+        "frontier": frontier(asked),
     }
-    return ModelPlan(
-        of, tokens, dtype, device, logits, ours.tokens, least_bytes(asked), ours.bytes, methods,
-        frontier(asked),
-    )  # fmt: skip
 
 
 def call(N: int, H: int, V: int, b: int, device: Device | None) -> Call:
@@ -104,48 +86,55 @@ def call(N: int, H: int, V: int, b: int, device: Device | None) -> Call:
     return Call(N, N, V, H, b, b, budget=device_budget(device.memory), gemm_block=gemm_block)
 
 
-def frontier(asked: Call) -> tuple[Point, ...]:
-    """The ways of rising budgets: the least one, then each twice the one before.
+def frontier(asked: Call) -> list[dict[str, Any]]:
+    """What rising budgets give: the least one, then each twice the one before.
 
     The last is the first in which all logits are one chunk.
     """
-    budget, found = least_bytes(asked), list[Point]()
-    while not found or found[-1].way != ONE_CHUNK:
+    budget, found = least_bytes(asked), list[dict[str, Any]]()
+    while not found or found[-1]["way"] != ONE_CHUNK:
         way = way_of(asked, memory_budget=budget)
-        products = 4 if way.name == TILES else 3
-        point = Point(budget, way.name, way.tokens, way.classes, way.bytes, products)
-        if not found or point.bytes != found[-1].bytes:
+        point = {
+            "budget": budget,
+            "way": way.name,
+            "tokens": way.tokens,  # of a chunk, or of a block of a tile
+            "classes": way.classes,  # of a tile
+            "bytes": way.bytes,  # held beside inputs and gradients
+            "products": 4 if way.name == TILES else 3,  # of N * V * H multiplications each
+        }
+        if not found or point["bytes"] != found[-1]["bytes"]:
             found.append(point)
         budget *= 2
-    return tuple(found)
+    return found
 
 
-def text(found: ModelPlan) -> str:
+def text(found: dict[str, Any]) -> str:
     """The plan, for a terminal."""
-    of = found.model
+    of, tokens = found["model"], found["tokens"]
     lines = [
-        f"{of.name}: H={of.H}, V={of.V}; {found.tokens} tokens, {found.dtype}, {found.device}",
+        f"{of['name']}: H={of['H']}, V={of['V']}; {tokens} tokens, {found['dtype']}, "
+        f"{found['device']}",
         *pairs({
-            "one copy of the logits": size(found.logits_bytes),
-            "tokens of a chunk of fused_ce": f"{found.chunk_tokens} of {found.tokens}",
-            "least memory_budget": size(found.least_budget),
-            "recommended memory_budget": size(found.recommended_budget),
+            "one copy of the logits": size(found["logits_bytes"]),
+            "tokens of a chunk of fused_ce": f"{found['chunk_tokens']} of {tokens}",
+            "least memory_budget": size(found["least_budget"]),
+            "recommended memory_budget": size(found["recommended_budget"]),
         }),
         "Memory of the loss:",
     ]  # fmt: skip
-    for name, held in found.methods.items():
+    for name, held in found["methods"].items():
         purposes = ", ".join(f"{purpose} {size(count)}" for purpose, count in held.items())
         line = f"  {name}: {size(sum(held.values()))} ({purposes})"
         lines += textwrap.wrap(line, 80, subsequent_indent="    ")
     rows = [
         {
-            "memory_budget": size(point.budget),
-            "way": point.way,
-            "tokens x classes": f"{point.tokens} x {point.classes}",
-            "holds": size(point.bytes),
-            "products": str(point.products),
+            "memory_budget": size(point["budget"]),
+            "way": point["way"],
+            "tokens x classes": f"{point['tokens']} x {point['classes']}",
+            "holds": size(point["bytes"]),
+            "products": str(point["products"]),
         }
-        for point in found.frontier
+        for point in found["frontier"]
     ]
     lines += ["Each memory_budget (beside inputs and gradients) and what it gives:", table(rows)]
     return "\n".join([*lines, "Counted from sizes, not measured."])

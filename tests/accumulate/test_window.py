@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bounds import EXACT, SAME_SUMS, STATISTIC
-from support.coverage import covered
 from support.loops import (
     V,
     a_loss,
@@ -52,7 +51,6 @@ def epochs(draw):
 @settings(max_examples=40, deadline=None)
 @given(windows=epochs())
 def test_any_split_is_the_big_batch(run, windows):
-    covered("LossAccumulator", run.__name__)
     acc = LossAccumulator()
     tokens, losses = 0, 0.0
     for i, sizes in enumerate(windows):

@@ -124,10 +124,15 @@ def test_bench_without_compiled_eager_says_how_to_add_it(monkeypatch):
     """The table fits 80 columns, and what did not run is named below it."""
     from fusedce.tools import bench
 
-    rows = [bench.Row(name, [1.0, 1.5], 2**31) for name in ("bare GEMMs", *bench.ON_CPU)]
-    rows.append(bench.Row("QuACK", None, None, "quack is not installed"))
-    where = "x86_64, 64 threads; torch 2.13.0; 5 rounds; a quarter of labels ignored"
-    result = bench.Result((8192, 4096, 128256), "fp32", "cpu", where, "method", rows)
+    rows = [
+        {"name": name, "seconds": [1.0, 1.5], "extra_bytes": 2**31}
+        for name in ("bare GEMMs", *bench.ON_CPU)
+    ]
+    result = {
+        "shape": (8192, 4096, 128256), "dtype": "fp32", "rows": rows, "memory_method": "method",
+        "where": "x86_64, 64 threads; torch 2.13.0; 5 rounds; a quarter of labels ignored",
+        "skipped": {"QuACK": "quack is not installed"},
+    }  # fmt: skip
     monkeypatch.setattr(bench, "bench", lambda *a, **k: result)
     text = call("bench").output
     assert "Compiled eager: add --compile" in text

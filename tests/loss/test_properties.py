@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.coverage import counted
 
 import fusedce
 from fusedce.backends import plan
@@ -34,14 +33,14 @@ def bf16_products(request, monkeypatch):
 def test_torch_backend_matches_the_reference(tile, monkeypatch):
     # Tiles are never below 256 vocabulary rows in use; small ones put several into small cases.
     monkeypatch.setattr(plan, "tile_classes", lambda *_: tile)
-    assert_matches_reference(partial(counted(fusedce.fused_ce), backend="torch"), max_examples=150)
+    assert_matches_reference(partial(fusedce.fused_ce, backend="torch"), max_examples=150)
 
 
 @pytest.mark.usefixtures("bf16_products")
 @settings(max_examples=100, deadline=None)
 @given(case=cases(), chunk_tokens=st.integers(1, 17))
 def test_torch_backend_in_chunks_matches_the_reference(case, chunk_tokens):
-    check(partial(counted(fusedce.fused_ce), backend="torch", chunk_tokens=chunk_tokens), case)
+    check(partial(fusedce.fused_ce, backend="torch", chunk_tokens=chunk_tokens), case)
 
 
 def test_the_reference_is_fp64_throughout():

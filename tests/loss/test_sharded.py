@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ranks
-from support.coverage import covered
 from support.oracle import finished_logits
 from support.params import slow
 from support.vocabulary import Layout, compare, inputs, sure
@@ -316,7 +315,7 @@ def example(seed, world):
 
 
 def one_example(seed, rank):
-    """Compare the example of a seed; return its function, dtype and options."""
+    """Compare the example of a seed."""
     world = dist.get_world_size()
     sharded, sizes, x = example(seed, world)
     at = 3 if sharded is sharded_logprobs else None
@@ -326,9 +325,6 @@ def one_example(seed, rank):
     )  # fmt: skip
     if at:
         likeliest(out[at], x, seed)
-    dtype = str(x["hidden"].dtype).removeprefix("torch.")
-    options = {*x} - {"hidden", "weight", "labels", "backend"}
-    return sharded.__name__, (dtype, f"backend={x['backend']}", *sorted(options))
 
 
 def likeliest(argmax, x, seed):
@@ -343,8 +339,9 @@ def likeliest(argmax, x, seed):
     assert (below[valid] <= 1e-5 * z.abs().amax(1)[valid]).all(), seed
 
 
-def examples(first, count, rank):
-    return [one_example(seed, rank) for seed in range(first, first + count)]
+def examples(count, rank):
+    for seed in range(FIRST, FIRST + count):
+        one_example(seed, rank)
 
 
 @pytest.mark.slow
@@ -353,6 +350,4 @@ def examples(first, count, rank):
 @pytest.mark.parametrize("world", [2, 4])
 def test_any_call_on_ranks(world):
     count = COUNT if world == 2 else COUNT // 3
-    found = ranks.run({"examples": functools.partial(examples, FIRST, count)}, world)
-    for name, facts in ranks.of(found, "examples")[0]:
-        covered(name, f"{world} ranks", *facts)
+    ranks.shared({"examples": functools.partial(examples, count)}, world)("examples")

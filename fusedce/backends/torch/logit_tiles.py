@@ -38,9 +38,12 @@ def label_entry(y: Tensor, begin: int, rows: int) -> tuple[Tensor, Tensor]:
     return local if y.dim() == 2 else local[None], inside
 
 
-def clear_labels(tile: Tensor, at: Tensor, inside: Tensor, value: float = 0) -> None:
-    """Write ``value`` where labels stand."""
-    tile.scatter_(0, at, tile.gather(0, at).masked_fill_(inside, value))
+def write_labels(tile: Tensor, y: Tensor, begin: int, value: Tensor | float) -> None:
+    """Write ``value``, ``(C,)`` or one number, where labels ``y (C,)`` stand in a tile (v, C)."""
+    at, inside = label_entry(y, begin, len(tile))
+    found = tile.gather(0, at)[0]
+    value = value if isinstance(value, Tensor) else torch.full_like(found, value)
+    tile.scatter_(0, at, torch.where(inside, value, found)[None])
 
 
 class Logits:
@@ -59,6 +62,13 @@ class Logits:
         """``(v, C)`` logits of classes ``begin`` to ``end``, in ``out`` or until the next tile."""
         w = self.rows(begin, end, self.products.logits)
         return self.finished(self._product(w, h, out), slice(begin, end))
+
+    def all(self, h: Tensor, step: int, out: Tensor) -> Tensor:
+        """``(V, C)`` logits of hidden states ``h (C, H)`` in ``out``, by tiles of ``step``."""
+        operand = self.operand(h)
+        for begin, end in tiles(len(out), step):
+            self.tile(operand, begin, end, out=out[begin:end])
+        return out
 
     def step(self, way: Way) -> int:
         """Classes of a tile: those of the plan, or fewer, so that its logits stay in the cache."""
@@ -117,16 +127,11 @@ class Sums:
         self.sums: list[Tensor] = []
 
     def add(self, z: Tensor, k: Tensor, out: Tensor) -> bool:
-        """Write ``exp(z - k)`` of a tile ``z (v, C)`` to ``out``; whether no sum is too large.
-
-        With ``out`` other than ``z`` a tile with too large a sum is left out, and may come again.
-        """
+        """Write ``exp(z - k)`` of a tile ``z (v, C)`` to ``out``; whether no sum is too large."""
         sums = torch.exp(torch.sub(z, k, out=out) if k.any() else z, out=out).sum(0)
-        fits = not bool((sums > HIGHEST).any())
-        if fits or out is z:
-            self.references.append(k)
-            self.sums.append(sums)
-        return fits
+        self.references.append(k)
+        self.sums.append(sums)
+        return not bool((sums > HIGHEST).any())
 
     def lse(self, like: Tensor) -> Tensor:
         """``(C,)`` float64: the log-sum-exp of all tiles; -inf where there is none."""
@@ -141,7 +146,10 @@ class TileStats:
     """Statistics gathered tile by tile: the labels' logits, and the log-sum-exp of the others.
 
     Exponentials are ``exp(z - k)``, with a reference ``k (C,)`` of all tiles where one is given
-    (see :func:`references`), and with the maxima of each tile where not.
+    (see :func:`references`), and with the maxima of each tile where not, as the entropy needs.
+    That is ``log S + T / S`` with ``S = sum exp(z - top)`` and ``T = sum exp(z - top) * (top -
+    z)``, two terms that are never negative. ``S = 1 + R``, where ``R`` leaves the largest logit
+    out; with ``log1p(R)`` nothing cancels where one class has nearly all the probability.
     """
 
     def __init__(
@@ -151,19 +159,23 @@ class TileStats:
         k: Tensor | None = None,  # (C,)
         *,
         argmax: bool = False,
+        entropy: bool = False,
     ) -> None:
         self.y, self.k = y, k
         # NaN stays where no tile holds the label.
         self.z_label = torch.full_like(y, math.nan, dtype=acc)
         self._sums = Sums()
-        self._likeliest: list[tuple[Tensor, Tensor]] | None = [] if argmax else None
+        # Of each tile the largest logit and its class, and R and T, (C,) each.
+        self._likeliest: list[tuple[Tensor, Tensor]] | None = [] if argmax or entropy else None
+        self._moments: list[tuple[Tensor, Tensor]] | None = [] if entropy else None
         self._in_order, self._tokens = y.sort()
         self._classes = self._in_order.tolist()
 
     def add(self, z: Tensor, begin: int) -> bool:
         """Take in a tile ``z (v, C)``; it becomes ``exp(z - k)``, 0 at the labels, in place.
 
-        Returns whether the reference fits: if not, start again with the next one.
+        Returns whether the reference fits: if not, start again with the next one. With the entropy
+        the tile holds nothing of use.
         """
         first, last = (bisect.bisect_left(self._classes, x) for x in (begin, begin + len(z)))
         if first < last:
@@ -173,6 +185,16 @@ class TileStats:
         if self._likeliest is not None:  # costs as much as three exponentials on a CPU
             top, best = z.max(0)
             self._likeliest.append((top, best + begin))
+            if self._moments is not None:
+                lowest = torch.finfo(z.dtype).min
+                # Differences of -inf have an exponential of 0; 0 * inf is NaN.
+                below = z.sub_(top.clamp_(min=lowest)).clamp_(min=lowest)
+                e = below.exp().scatter_(0, best[None], 0)
+                R = e.sum(0)
+                self._moments.append((R, e.mul_(below).sum(0).neg_()))
+                self._sums.references.append(top)
+                self._sums.sums.append(R + 1)
+                return True
         return self._sums.add(z, maxima(z) if self.k is None else self.k, z)
 
     def losses(self) -> Tensor:
@@ -185,12 +207,30 @@ class TileStats:
         """``(C,)`` float64: the log-sum-exp of all logits."""
         return torch.logaddexp(self.others(), self.z_label.double())
 
-    def argmax(self) -> Tensor:
-        """``(C,)`` int64: the likeliest class."""
+    def likeliest(self) -> tuple[Tensor, Tensor]:
+        """``(C,)`` int64 and float: the likeliest class, and its logit."""
         assert self._likeliest is not None
         tops, bests = (torch.stack(x) for x in zip(*self._likeliest, strict=True))
         top, tile = tops.max(0)
-        return torch.where(self.z_label > top, self.y, bests.gather(0, tile[None])[0])
+        best = bests.gather(0, tile[None])[0]
+        return torch.where(self.z_label > top, self.y, best), torch.maximum(self.z_label, top)
+
+    def with_entropy(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses, log-sum-exps and entropies, ``(C,)`` float64 each, of sums that have moments."""
+        assert self._moments is not None
+        z, none = self.z_label.double(), torch.zeros_like(self.z_label)
+        # The label is one more tile, of one logit.
+        ks, moments = [*self._sums.references, self.z_label], [*self._moments, (none, none)]
+        R, T = (torch.stack(x).double() for x in zip(*moments, strict=True))  # (tiles, C)
+        k = torch.stack(ks).clamp_(min=torch.finfo(none.dtype).min).double()
+        top, winner = k.max(0, keepdim=True)
+        w = (k - top).exp_()
+        # Sums relative to k become sums relative to top. The largest logit of the winning tile is
+        # left out of R; those of the other tiles belong to it.
+        T = ((T + (1 + R) * (top - k)) * w).sum(0)
+        R = (R * w + w.scatter(0, winner, 0)).sum(0)
+        log_sum = R.log1p()
+        return top[0] - z + log_sum, top[0] + log_sum, log_sum + T / (1 + R)
 
     def others(self) -> Tensor:
         """``L``: the log-sum-exp of the logits but the label's."""
@@ -217,7 +257,7 @@ def references(logits: Logits, h: Tensor, y: Tensor, step: int) -> Iterator[Tens
     k.fill_(torch.finfo(k.dtype).min)
     for begin, end in tiles(V, step):
         z = logits.tile(h, begin, end)
-        clear_labels(z, *label_entry(y, begin, end - begin), -math.inf)
+        write_labels(z, y, begin, -math.inf)
         k = torch.maximum(k, maxima(z))
     yield k
 

@@ -6,28 +6,20 @@ a tile of logits becomes its own gradient in place, and one product of it with t
 all there is of these rows of the weight gradient, which are rounded once. Parts of ``d_hidden`` are
 added up in float32 or better. Inside a tile, work goes by blocks of tokens.
 
-The entropy is ``log S + T / S`` with ``S = sum exp(z - top)`` and ``T = sum exp(z - top) *
-(top - z)``: two terms that are never negative. ``S = 1 + R``, where ``R`` leaves the largest logit
-out; with ``log1p(R)`` nothing cancels where one class has nearly all the probability.
+The label's entry, far larger than the others, leaves its tile before that is rounded to bfloat16:
+what it adds to both gradients is added in float32.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Dtypes, Gradients, call_of, check_budget
+from fusedce.backends.gradients import Dtypes, Gradients, add_rows, call_of, check_budget
 from fusedce.backends.plan import tiles_of
-from fusedce.backends.torch.logit_tiles import (
-    Logits,
-    clear_labels,
-    label_entry,
-    nan_at_inf,
-    tiles,
-)
+from fusedce.backends.torch.logit_tiles import Logits, TileStats, label_entry, tiles, write_labels
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import Rows, blocks_of, valid_rows
 from fusedce.contract.objective import Stats, Upstream
@@ -52,12 +44,12 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
         argmax.fill_(-1)
         stats = stats._replace(top=out(True))
     c = None if problem.class_weight is None else problem.class_weight.to(head.acc)
-    moments = wanted.entropy or argmax is not None
     check_budget(problem, call_of(problem, wanted, len(rows)))
     way = tiles_of(call_of(problem, Wanted(), len(rows)), memory_budget=problem.memory_budget)
     for block in blocks_of(rows, way.tokens):
         h = logits.operand(problem.hidden[block])  # (R, H)
-        seen = _Seen(problem.labels[block].long(), head.acc, moments=moments)
+        y = problem.labels[block].long()
+        seen = TileStats(y, head.acc, argmax=argmax is not None, entropy=wanted.entropy)
         zmean = torch.zeros(len(h), dtype=torch.float64, device=device)
         temperature = None if problem.temperature is None else problem.temperature[block]
         for begin, end in tiles(V, way.classes):
@@ -67,16 +59,18 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
             if wanted.zmean:
                 zmean += _column_sums(z, None if c is None else c[begin:end])
             seen.add(z, begin)
-        nll, lse, entropy, best, top = seen.merged()
+        if wanted.entropy:
+            nll, lse, entropy = seen.with_entropy()
+            stats.entropy[block] = entropy.to(head.acc)
+        else:
+            nll, lse = seen.losses(), seen.lse()
         stats.nll[block] = nll.to(head.acc)
         if wanted.lse:
             stats.lse[block] = lse.to(head.acc)
-        if wanted.entropy:
-            stats.entropy[block] = entropy.to(head.acc)
         if wanted.zmean:
             stats.zmean[block] = (zmean / V).to(head.acc)
         if argmax is not None and stats.top is not None:
-            argmax[block], stats.top[block] = best, top.to(head.acc)
+            argmax[block], stats.top[block] = seen.likeliest()
     return stats
 
 
@@ -112,12 +106,20 @@ def token_grads(
             g = _gradient(problem, logits, block, h, begin, end)  # (v, R)
             if grads.bias is not None:
                 grads.bias[begin:end] += g.sum(1)
+            tokens = rows[:0]  # whose labels' entries are added apart
+            if gemm != acc:
+                tokens = ((block.y >= begin) & (block.y < end)).nonzero()[:, 0]
+            y = block.y[tokens] - begin
+            entries = g[y, tokens][:, None]
+            g[y, tokens] = 0
             g = g.to(gemm)
             if grads.hidden is not None:
                 w = logits.rows(begin, end, gemm)
-                _add_to_rows(products, grads.hidden, block.rows, g, w)
+                of_labels = w[y] * entries
+                _add_to_rows(products, grads.hidden, block.rows, g, w, tokens, of_labels)
             if d_weight is not None:
                 products(g, hidden.to(gemm), d_weight, add=number > 0)
+                add_rows(d_weight, y, hidden[tokens] * entries)
         if of_tile is not None and d_weight is not None and d_weight is not of_tile:
             of_tile.copy_(d_weight)  # rounded once
     return grads.written()
@@ -188,8 +190,7 @@ def _gradient(
             g.add_(block.gamma)
         else:
             g.addr_(problem.class_weight[begin:end].to(g.dtype), block.gamma)
-    at, inside = label_entry(block.y, begin, len(g))
-    g.scatter_(0, at, torch.where(inside, block.at_label, g.gather(0, at)[0])[None])
+    write_labels(g, block.y, begin, block.at_label)
     if slope is not None:
         g.mul_(slope)
     if head.scale != 1.0:
@@ -211,85 +212,22 @@ def _add_classes(block: _Block, g: Tensor, begin: int) -> None:
         g.scatter_add_(0, some, x)
 
 
-def _add_to_rows(products: Products, total: Tensor, rows: Rows, tile: Tensor, w: Tensor) -> None:
-    """``total[rows] += tile.T @ w``."""
-    if isinstance(rows, Tensor):
-        added = torch.empty(len(rows), w.shape[1], dtype=total.dtype, device=total.device)
-        total.index_add_(0, rows, products(tile.t(), w, added))
+def _add_to_rows(
+    products: Products,
+    total: Tensor,
+    rows: Rows,
+    tile: Tensor,
+    w: Tensor,
+    tokens: Tensor,
+    of_labels: Tensor,
+) -> None:
+    """``total[rows] += tile.T @ w``, and ``of_labels`` to the ``tokens`` among those rows."""
+    if isinstance(rows, slice):
+        products(tile.t(), w, total[rows], add=True)[tokens] += of_labels
     else:
-        products(tile.t(), w, total[rows], add=True)
-
-
-class _Seen:
-    """Sums over the logits without the label's, one set for each tile.
-
-    ``k`` is the tile's maximum. With ``moments``, ``others`` is the sum of ``exp(z - k)`` without
-    the maximum's own 1 and ``moment`` that of ``exp(z - k) * (k - z)``: ``R`` and ``T`` of the
-    module's first lines. Otherwise ``others`` holds the maximum's 1 too, and ``moment`` is unused.
-    """
-
-    def __init__(self, y: Tensor, acc: torch.dtype, *, moments: bool) -> None:
-        self.y, self.moments = y, moments
-        # NaN stays where no tile holds the label.
-        self.z_label = torch.full((len(y),), math.nan, dtype=acc, device=y.device)
-        self.seen: list[tuple[Tensor, ...]] = []  # (k, best, others, moment), (C,) each
-
-    def add(self, z: Tensor, begin: int) -> None:
-        """Take in a tile ``z (v, C)``, which is overwritten."""
-        lowest = torch.finfo(z.dtype).min
-        at, inside = label_entry(self.y, begin, len(z))
-        self.z_label = torch.where(inside, z.gather(0, at)[0], self.z_label)
-        clear_labels(z, at, inside, -math.inf)
-        if not self.moments:
-            k = z.amax(0).clamp_(min=lowest)
-            others = z.sub_(k).exp_().sum(0)  # with the maximum's own 1
-            self.seen.append((k, others, others, others))
-            return
-        k, best = z.max(0)  # costs as much as three exponentials on a CPU
-        k.clamp_(min=lowest)
-        # Differences of -inf, the label's among them, have an exponential of 0; 0 * inf is NaN.
-        moment = z.sub_(k).clamp_(min=lowest)
-        e = moment.exp()
-        e.scatter_(0, best[None], 0)
-        others = e.sum(0)
-        moment = e.mul_(moment).sum(0).neg_()
-        self.seen.append((k, best + begin, others, moment))
-
-    def merged(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """``nll, lse, entropy, argmax, top`` of all logits, (C,) float64 but argmax int64.
-
-        Without ``moments``, entropy and argmax hold no meaning, and the loss takes the shorter
-        formula ``log(1 + exp(log_others - z))``. It equals the one below, which gets it from the
-        sums that the entropy needs.
-        """
-        k, best, others, moment = (torch.stack(x) for x in zip(*self.seen, strict=True))
-        k, others, moment = k.double(), others.double(), moment.double()  # (tiles, C)
-        top, winner = k.max(0, keepdim=True)
-        w = (k - top).exp_()
-        z = self.z_label.double()
-        best = best.gather(0, winner)[0]
-        if not self.moments:
-            log_others = top[0] + (others * w).sum(0).log()
-            gap = log_others - z
-            nll = torch.logaddexp(gap, torch.zeros_like(gap)) + nan_at_inf(z)
-            return nll, torch.logaddexp(log_others, z), gap, best, top[0]
-        # Merge the tiles: sums relative to k become sums relative to top. The maximum of the
-        # winning tile is left out of `others`; those of the other tiles belong to it.
-        moment = ((moment + (1 + others) * (top - k)) * w).sum(0)
-        others = (others * w + w.scatter(0, winner, 0)).sum(0)
-        # Merge the label in the same way, as a tile of one logit: its k is z, its sums are 0. The
-        # lower of z and top adds q to `others` and q * |z - top| to `moment`.
-        gap = z - top[0]
-        q = gap.abs().neg_().exp_()
-        drop = torch.where(q == 0, 0.0, gap.abs() * q)  # 0 and not NaN for a logit of -inf
-        label_wins = gap > 0
-        moment = torch.where(label_wins, moment * q + (1 + others) * drop, moment + drop)
-        others = torch.where(label_wins, (1 + others) * q, others + q)
-        log_sum = torch.log1p(others)
-        nll = gap.neg().clamp_(min=0) + log_sum + nan_at_inf(z)
-        highest = torch.maximum(top[0], z)
-        entropy = log_sum + moment / (1 + others)
-        return nll, highest + log_sum, entropy, torch.where(label_wins, self.y, best), highest
+        added = total.new_empty(len(rows), total.shape[1])
+        products(tile.t(), w, added)[tokens] += of_labels
+        total.index_add_(0, rows, added)  # (some rows are there twice)
 
 
 def _column_sums(z: Tensor, c: Tensor | None) -> Tensor:

@@ -97,7 +97,7 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
         stats = made.make(logits.operand(h), y, argmax=argmax is not None, dh=dh)
         nll, lse = stats.losses(), stats.lse()
         if argmax is not None:
-            argmax[chunk] = stats.argmax()
+            argmax[chunk] = stats.likeliest()[0]
 
         y = y.clamp(0, V - 1)  # a bad label (NaN by now) must not index out of bounds
         of_chunk = problem.rows(chunk)
