@@ -157,10 +157,6 @@ class FusedDistillationMixin:
         >>> MyTrainer(model=model, teacher_model=teacher, args=args, train_dataset=prompts).train()
     """
 
-    if TYPE_CHECKING:  # attributes of the trainer behind the mixin
-
-        def __getattr__(self, name: str) -> Any: ...
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         module: Any = sys.modules.get(_DISTILLATION)  # of the trainer behind the mixin
         if not hasattr(module, _DIVERGENCE):

@@ -86,16 +86,6 @@ def norms_of(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 def held_by_fsdp2(module: torch.nn.Module | None = None) -> list[Any]:
     """FSDP2 parameters of ``module`` (default: of this process) whose gradients wait inside."""
-    return [
-        p
-        for p in fsdp2_parameters(module)
-        if p.unsharded_accumulated_grad is not None
-        or getattr(getattr(p, "_unsharded_param", None), "grad", None) is not None
-    ]
-
-
-def fsdp2_parameters(module: torch.nn.Module | None = None) -> list[Any]:
-    """FSDP2's records of the parameters of ``module`` (default: of this process)."""
     states = _composable_state._module_state_mapping
     found: list[Any] = []
     for one in list(states) if module is None else module.modules():
@@ -105,7 +95,12 @@ def fsdp2_parameters(module: torch.nn.Module | None = None) -> list[Any]:
         if groups is None:  # before torch 2.12 there was one
             groups = [getattr(state, "_fsdp_param_group", None)]
         found += [p for group in groups for p in getattr(group, "fsdp_params", ())]
-    return found
+    return [
+        p
+        for p in found
+        if p.unsharded_accumulated_grad is not None
+        or getattr(getattr(p, "_unsharded_param", None), "grad", None) is not None
+    ]
 
 
 def drop_gradients(module: torch.nn.Module) -> None:

@@ -52,28 +52,33 @@ def loss_sum(task: Task) -> tuple[Tensor, Tensor, Tensor]:
     return total, n_valid, argmax
 
 
-class SumWithGrads(NamedTuple):
-    """A sum and its gradients, for a caller that keeps them in an autograd node of its own."""
+class Finish(NamedTuple):
+    """How backward turns saved gradients into those of the inputs."""
 
-    loss_sum: Tensor  # ()
-    n_valid: Tensor  # ()
-    saved: tuple[Tensor, ...]  # the gradients' factor (), then they; (0,) for one not wanted
     wanted: Wanted
     dtype: torch.dtype  # of the inputs
     backend: str
-    ours: bool  # `saved` may be written into
+    ours: bool  # saved tensors are not a user's, and may be written into
 
-    def out(self) -> LossSum:
-        """The sum and the number of its tokens."""
-        return LossSum(self.loss_sum, self.n_valid)
+    def gradients(self, saved: Sequence[Tensor], upstream: Tensor) -> list[Any]:
+        """Gradients of hidden state, weight and bias; overwrites ``saved``, a factor and they.
 
-    def gradients(self, saved: Sequence[Tensor], upstream: Tensor) -> list[Tensor | None]:
-        """Gradients of hidden state, weight and bias, in a backward pass; overwrites ``saved``.
-
-        ``upstream ()``: the gradient of ``loss_sum``.
+        ``upstream ()``, the gradient of the sum, over the factor that was expected multiplies them.
         """
-        wanted = self.wanted.gradients()
-        return scaled(saved, upstream, wanted, self.dtype, self.backend, ours=self.ours)
+        factor, *grads = saved
+        ratio = upstream / factor
+        return [
+            _scaled(grad, ratio, self.backend, ours=self.ours).to(self.dtype) if wants else None
+            for grad, wants in zip(grads, self.wanted.gradients(), strict=True)
+        ]
+
+
+class SumWithGrads(NamedTuple):
+    """A sum and its gradients, for a caller that keeps them in an autograd node of its own."""
+
+    out: LossSum
+    saved: tuple[Tensor, ...]  # the gradients' factor (), then they; (0,) for one not wanted
+    finish: Finish
 
 
 def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
@@ -81,9 +86,9 @@ def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
     with torch.no_grad():
         task = Task(detached(problem), wanted)
         total, n_valid, _, *saved = torch.ops.fusedce.sum(*task.flat())
-    dtype = problem.hidden.dtype
-    ours = not keeps_saved_tensors()
-    return SumWithGrads(total, n_valid, tuple(saved), wanted, dtype, str(problem.backend), ours)
+    ours, dtype = not keeps_saved_tensors(), problem.hidden.dtype
+    finish = Finish(wanted, dtype, str(problem.backend), ours)
+    return SumWithGrads(LossSum(total, n_valid), tuple(saved), finish)
 
 
 @torch.library.custom_op(
@@ -158,9 +163,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     attached = Attached(*inputs)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(attached.factor, attached.d_hidden, attached.d_weight, attached.d_bias)
-    ctx.dtype, ctx.backend = attached.hidden.dtype, attached.backend
-    ctx.wanted = needed_gradients(ctx, Attached).gradients()
-    ctx.ours = not keeps_saved_tensors()
+    ours, dtype = not keeps_saved_tensors(), attached.hidden.dtype
+    ctx.finish = Finish(needed_gradients(ctx, Attached), dtype, attached.backend, ours)
 
 
 def _backward(ctx: Any, upstream: Tensor | None) -> tuple[Any, ...]:
@@ -168,31 +172,11 @@ def _backward(ctx: Any, upstream: Tensor | None) -> tuple[Any, ...]:
     if upstream is None:
         return tuple(nothing)
     refuse_second_derivatives()
-    hidden, weight, bias = scaled(
-        ctx.saved_tensors, upstream, ctx.wanted, ctx.dtype, ctx.backend, ours=ctx.ours
-    )
+    hidden, weight, bias = ctx.finish.gradients(ctx.saved_tensors, upstream)
     return tuple(Attached(*nothing)._replace(hidden=hidden, weight=weight, bias=bias))
 
 
 _with_gradients.register_autograd(_backward, setup_context=_setup_context)
-
-
-def scaled(
-    saved: Sequence[Tensor],
-    upstream: Tensor,
-    needed: Sequence[bool],
-    dtype: torch.dtype,
-    backend: str,
-    *,
-    ours: bool,  # the saved tensors are not a user's
-) -> list[Any]:
-    """The saved gradients times ``upstream`` over the factor that was expected, in ``dtype``."""
-    factor, *grads = saved
-    ratio = upstream / factor
-    return [
-        _scaled(grad, ratio, backend, ours=ours).to(dtype) if needs else None
-        for grad, needs in zip(grads, needed, strict=True)
-    ]
 
 
 def _scaled(grad: Tensor, factor: Tensor, backend: str, *, ours: bool) -> Tensor:

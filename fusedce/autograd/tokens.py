@@ -192,16 +192,8 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
 # ---- inside transforms of torch.func ------------------------------------------------------------
 #
 # Operators of torch.library have no derivatives there, functions of autograd do. Transforms record
-# every backward pass; so the gradients are a function too, whose own derivative is refused.
-#
-# Under vmap, samples that share the head are tokens of one problem: everything that goes by tokens
-# is flattened, and one call does the work of all samples. Where the head has samples of its own, or
-# a gradient of the head is wanted of each sample, they are computed one after the other.
-
-
-_OF_HEADS = {
-    "weight", "bias", "class_weight", "expected_upstream", "divergence_weight", "divergence_bias",
-}  # fmt: skip
+# every backward pass; so the gradients are a function too, whose own derivative is refused. Under
+# vmap the samples are computed one after the other.
 
 
 class TokenStats(torch.autograd.Function):
@@ -222,20 +214,8 @@ class TokenStats(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, Any]:
-        """All samples in one call where they share the head, else one after the other."""
-        B = info.batch_size
-        names = list(of_task())
-        if not _share_the_head(names, in_dims):
-            return _one_by_one(TokenStats.apply, B, in_dims, flat)
-        flat = _flattened(names, B, in_dims, flat)
-        *found, n_valid, argmax = TokenStats.apply(*flat)
-        valid = Task.of(flat)[0].problem.valid()
-        own = (valid if valid.dim() == 1 else valid.any(1)).view(B, -1).sum(1)
-        # A bad label (a negative count, on a GPU) is reported for all samples; losses are right.
-        n_valid = torch.where(n_valid < 0, n_valid, own)
-        by_samples = (x.view(B, len(x) // B, *x.shape[1:]) for x in (*found, argmax))
-        *found, argmax = by_samples
-        return (*found, n_valid, argmax), (0,) * 7
+        """The results of each sample."""
+        return _one_by_one(TokenStats.apply, info.batch_size, in_dims, flat)
 
 
 class TokenGrads(torch.autograd.Function):
@@ -258,38 +238,14 @@ class TokenGrads(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, Any]:
-        """All samples in one call where they share the head and no gradient of it is wanted."""
-        B = info.batch_size
-        wanted = Task.of(flat, Values, Upstreams)[0].wanted
-        names = list(of_task(Values, Upstreams))
-        if not _share_the_head(names, in_dims) or wanted.weight or wanted.bias:
-            return _one_by_one(TokenGrads.apply, B, in_dims, flat)
-        d_hidden, d_weight, d_bias = TokenGrads.apply(*_flattened(names, B, in_dims, flat))
-        if wanted.hidden:
-            d_hidden = d_hidden.view(B, -1, d_hidden.shape[-1])
-        return (d_hidden, d_weight, d_bias), (0 if wanted.hidden else None, None, None)
-
-
-def _share_the_head(names: list[str], in_dims: tuple[Any, ...]) -> bool:
-    batched = {name for name, d in zip(names, in_dims, strict=True) if d is not None}
-    return not batched & _OF_HEADS
-
-
-def _flattened(
-    names: list[str], B: int, in_dims: tuple[Any, ...], flat: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    """The arguments with the samples' tokens one after the other, and the head as it is."""
-    made = list(flat)
-    for i, (x, d) in enumerate(zip(flat, in_dims, strict=True)):
-        if isinstance(x, Tensor) and names[i] not in _OF_HEADS:
-            each = x.expand(B, *x.shape) if d is None else x.movedim(d, 0)
-            made[i] = each.reshape(-1, *each.shape[2:])
-    return tuple(made)
+        """The gradients of each sample."""
+        return _one_by_one(TokenGrads.apply, info.batch_size, in_dims, flat)
 
 
 def _one_by_one(
     operation: Any, B: int, in_dims: tuple[Any, ...], flat: tuple[Any, ...]
 ) -> tuple[Any, Any]:
+    """Results of ``B`` samples, stacked, and their batch dimensions."""
     results = [
         operation(*(x if d is None else x.select(d, i) for x, d in zip(flat, in_dims, strict=True)))
         for i in range(B)

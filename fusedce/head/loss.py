@@ -240,7 +240,7 @@ class Fused(NamedTuple):
         if self.sums is not None:
             if self.divisor is not None:
                 upstream = upstream / self.divisor
-            grads = [g for g in self.sums.gradients(saved, upstream) if g is not None]
+            grads = [g for g in self.sums.finish.gradients(saved, upstream) if g is not None]
             outputs = self.inputs
             if len(outputs) == len(leaves) and all(map(_is_reshaped, outputs, leaves)):
                 return [g.view(x.shape) for g, x in zip(grads, leaves, strict=True)]
@@ -336,7 +336,7 @@ def _fused(
             problem = checked(problem)
             if not monitor:
                 sums = ce_with_grads(problem)
-            out = checked_ce(problem, monitor) if sums is None else sums.out()
+            out = checked_ce(problem, monitor) if sums is None else sums.out
     if observer is not None:
         observer.observe(out, reduction)
     given = (problem.hidden, problem.weight, problem.bias)

@@ -86,6 +86,8 @@ SHAPES = {
     "contiguous": lambda z, y: (z.contiguous(), y),
     "first": lambda z, y: (z[:1], y[:1]),
     "chunk": lambda z, y: (z.chunk(2)[0], y.chunk(2)[0]),
+    "unbind": lambda z, y: (z.unbind(1)[0], y.unbind(1)[0]) if y.dim() == 2 else (z, y),
+    "tensor_split": lambda z, y: (z.tensor_split(2)[0], y.tensor_split(2)[0]),
     "last of a split": lambda z, y: (z.split(1)[-1], y.split(1)[-1]),
     "swap": lambda z, y: (z.transpose(0, 1), y.transpose(0, 1)) if y.dim() == 2 else (z, y),
     "there and back": lambda z, y: (z.mT.movedim(-1, -2), y),
@@ -397,6 +399,7 @@ AROUND = {
     "before a look and a write": ([], [LOOK, WRITE]),
     "before a write and a loss": ([], [WRITE, ONE_LOSS]),
     "kept": ([("keep", "grad")], [ONE_LOSS]),
+    "its result is written into": ([], [WRITE]),
 }
 
 
@@ -406,8 +409,9 @@ AROUND = {
 @pytest.mark.filterwarnings("ignore")
 def test_each_instruction(around, mode):
     before, after = AROUND[around]
+    at = -1 if "its result" in around else 0
     for i, one in enumerate(INSTRUCTIONS):
-        steps = [(step, 0) for step in (*before, one, *after)]
+        steps = [*((step, 0) for step in (*before, one)), *((step, at) for step in after)]
         check((steps, "mean", "none", i % 2 == 0), mode)  # with a bias and without
 
 

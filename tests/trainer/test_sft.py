@@ -82,12 +82,10 @@ def test_scale_that_trl_guesses_wrong(tokenizer, tmp_path, no_logits):
         model.lm_head.weight.mul_(20)
     _, stock = sft(tokenizer, tmp_path, copy.deepcopy(model), mixin=False)
     _, ours = sft(tokenizer, tmp_path, copy.deepcopy(model))
-    rows = [tokenizer(text(3 + 5 * (i % 4), i) + " </s>")["input_ids"] for i in range(8)]
-    ids = torch.zeros(8, max(map(len, rows)), dtype=torch.long)
-    labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = labels[i, : len(row)] = torch.tensor(row)
-        mask[i, : len(row)] = 1
+    texts = [text(3 + 5 * (i % 4), i) + " </s>" for i in range(8)]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    labels = ids.masked_fill(mask == 0, -100)
     hidden = model.model(ids, mask).last_hidden_state
     logits = 3.0 * F.linear(hidden, model.lm_head.weight)
     exact = float(F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).detach())
