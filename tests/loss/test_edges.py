@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.bounds import EXACT, STATISTIC, errs_like
-from support.params import QUICK_ON_TORCH
+from support.params import slow
 
 from fusedce import fused_ce, fused_cross_entropy, fused_kl, fused_logprobs, reference_ce
 from fusedce.backends.torch.logit_tiles import Logits
@@ -104,8 +104,10 @@ def test_the_weight_of_an_absent_class_may_be_anything(reduction, backend):
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("backend", QUICK_ON_TORCH)
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("backend", "poison"),
+    [("torch", math.nan), ("torch", math.inf), ("triton", math.nan), slow("triton", math.inf)],
+)
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.1},
                                      {"label_smoothing": 0.1, "softcap": 3.0}])  # fmt: skip
 def test_a_token_of_weight_0_is_left_out_and_counts(backend, poison, options):
