@@ -33,13 +33,6 @@ from fusedce.backends.held import (
     equal_parts,
 )
 
-# The Triton backend asks for these here.
-from fusedce.backends.held import TILES as TILES
-from fusedce.backends.held import WEIGHT_ROWS as WEIGHT_ROWS
-from fusedce.backends.held import exp_block as exp_block
-from fusedce.backends.held import multiple_of_16 as multiple_of_16
-from fusedce.backends.held import rows_of_hidden as rows_of_hidden
-
 CPU_BUDGET = 56 * MiB  # of a chunk's logits; 64 MiB with the tiles and GEMM buffers beside it
 # Adding a chunk of C tokens moves the weight gradient twice, about 24 / C of its product's time. So
 # a chunk may hold H / 4 tokens on a CPU: in float32 logits a quarter of that gradient's bytes.

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, call_of, waiting
-from fusedce.backends.plan import multiple_of_16, way_of_divergence
+from fusedce.backends.held import multiple_of_16
+from fusedce.backends.plan import way_of_divergence
 from fusedce.backends.protocol import Summed
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.head_gradients import add_to_bias

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fusedce.backends import two_passes
 from fusedce.backends.gradients import Gradients, call_of, waiting
-from fusedce.backends.plan import TILES, exp_block, multiple_of_16, way_of
+from fusedce.backends.held import TILES, exp_block, multiple_of_16
+from fusedce.backends.plan import way_of
 from fusedce.backends.protocol import Summed
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.forward import token_stats
