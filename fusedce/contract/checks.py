@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from fusedce.contract.explain import misplaced, not_a_tensor, not_dense
+from fusedce.contract.explain import misplaced, not_a_tensor
 from fusedce.contract.problem import FINITE, NUMBERS, RANGES, Problem, acc_dtype
 
 _LARGEST = torch.iinfo(torch.int64).max
@@ -76,7 +76,8 @@ def check_tensor_types(problem: Problem) -> None:
         if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):
             raise not_a_tensor(name, tensor)
         if tensor is not None and (tensor.is_nested or tensor.layout is not torch.strided):
-            raise not_dense(name, tensor)
+            kind = "a nested one" if tensor.is_nested else tensor.layout
+            raise TypeError(f"{name} must be a dense tensor, got {kind}")
 
 
 def autocast(problem: Problem) -> Problem:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -203,13 +203,14 @@ class _ToTeacher(_Compared):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.teacher = self.divergence.teacher()
-        self.teachers = Logits(self.teacher.projection, Products.of(self.teacher.hidden))
+        self.teacher_hidden = cast(Tensor, self.divergence.teacher_hidden)
+        self.teachers = Logits(self.teacher, Products.of(self.teacher_hidden))
         self.of_teacher = self.buffer(len(self.problem.weight))
 
     def __call__(self, h: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:
         divergence, shard, dtype = self.divergence, self.shard, h.dtype
         s = self.all(self.logits, h, self.of_student)
-        t = self.all(self.teachers, self.teacher.hidden[chunk], self.of_teacher)
+        t = self.all(self.teachers, self.teacher_hidden[chunk], self.of_teacher)
         y = self.problem.labels[chunk].long() - (0 if shard is None else shard.first)
         stats = TileStats(y, dtype) if divergence.ce_weight else None  # at temperature 1
         of_student, of_teacher = Sums(), Sums()
@@ -248,7 +249,7 @@ class _ToTeacher(_Compared):
 
         The walk takes -inf for a large number, times which a small probability would be finite.
         """
-        head, (other, z, norm) = self.student, (self.teacher.projection, t, lse_t)
+        head, (other, z, norm) = self.student, (self.teacher, t, lse_t)
         if self.divergence.kind == REVERSE:
             head, other, z, norm = other, head, s, lse
         found = torch.zeros_like(lse)
@@ -354,7 +355,8 @@ class _ToTargets(_Compared):
 
     def _weighed(self, chunk: Tensor, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         """``(C, v)`` of a tile: class weights times smoothed probabilities."""
-        t = self.divergence.given()[:, begin:end].index_select(0, chunk).to(dtype)
+        given = cast(Tensor, self.divergence.probabilities)[:, begin:end]
+        t = given.index_select(0, chunk).to(dtype)
         if smoothing := self.problem.label_smoothing:
             V = len(self.problem.weight) if self.shard is None else self.shard.V
             t.mul_(1 - smoothing).add_(smoothing / V)

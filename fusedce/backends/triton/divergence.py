@@ -9,7 +9,7 @@ computed, ignored ones as zeros.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ class _Chunk:
         width = multiple_of_16(V)
         self.normalise = weight.dtype == torch.float16 and train
         self.amplify = _AMPLIFY if self.normalise else 1.0
-        student, teacher = divergence.student(problem), divergence.teacher().projection
+        student, teacher = divergence.student(problem), divergence.teacher()
         self.common: dict[str, Any] = {
             **pointwise(student),
             **{f"teacher_{name}": x for name, x in pointwise(teacher).items()},
@@ -148,9 +148,9 @@ class _Chunk:
         g = s if h.element_size() == 4 else s.view(h.dtype)  # (C, 2 * width)
         losses = torch.empty(C, dtype=torch.float32, device=device)
         factors = torch.empty_like(losses) if self.normalise else None
-        teacher, t = self.divergence.teacher(), self.of_teacher[:C]
-        there = teacher.hidden[some]
-        product(device, there.dtype)(there, teacher.weight.t(), out=t[:, :V])
+        hidden, weight = (cast(Tensor, x) for x in self.divergence[:2])
+        there, t = hidden[some], self.of_teacher[:C]
+        product(device, there.dtype)(there, weight.t(), out=t[:, :V])
         impossible = None
         if self.excluded is not None:
             products = (s if self.divergence.kind == REVERSE else t)[:, :V]
