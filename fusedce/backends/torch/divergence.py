@@ -28,10 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, call_of, waiting
-from fusedce.backends.held import Way, compared_classes
-from fusedce.backends.plan import way_of_divergence
-from fusedce.backends.protocol import Summed
+from fusedce.backends.gradients import Gradients, Summed, call_of, waiting
+from fusedce.backends.plan import Way, compared_classes, way_of
 from fusedce.backends.shards.collectives import all_reduce, sharded_call
 from fusedce.backends.shards.merge import largest, nll_and_lse, of_ranks, sums
 from fusedce.backends.torch.logit_tiles import Logits, Sums, TileStats, maxima, tiles, write_labels
@@ -68,16 +66,15 @@ def divergence_and_grads(task: Task) -> Summed:
     hidden, device = problem.hidden, problem.hidden.device
     products = Products.of(hidden)
     acc, gemm = products.acc, products.gradients
-    way = way_of_divergence(
-        call,
-        divergence.teacher_size(),
+    way = way_of(
+        call.beside(divergence.teacher_size()),
         chunk_tokens=problem.chunk_tokens,
         memory_budget=problem.memory_budget,
     )
     parts = chunks_of(rows, way.tokens)
     grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=len(parts))
     compared = (_ToTargets if divergence.kind == TARGETS else _ToTeacher)(
-        problem, divergence, way, compared_classes(call, way), shard
+        problem, divergence, way, compared_classes(call, way.tokens, way.classes), shard
     )
     factor = expected_upstream(problem, n_valid)
     outer = problem.logit_scale / divergence.temperature * factor.double()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fusedce.backends.held import Way
+from fusedce.backends.plan import Way
 from fusedce.backends.torch.products import Products
 from fusedce.contract.problem import Projection
 

@@ -23,15 +23,13 @@ import functools
 import torch
 from torch import Tensor
 
-from fusedce.backends import two_passes
-from fusedce.backends.gradients import Gradients, call_of, waiting
-from fusedce.backends.held import TILES
-from fusedce.backends.plan import tile_classes, tiles_of, way_of
-from fusedce.backends.protocol import Summed
+from fusedce.backends.gradients import Gradients, Summed, call_of, waiting
+from fusedce.backends.plan import TILES, tile_classes, tiles_of, way_of
 from fusedce.backends.torch.logit_tiles import Logits, TileStats, references, tiles
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.backends.torch.stats_and_grads import token_grads, token_stats
+from fusedce.backends.upstream import loss_in_two_passes
 from fusedce.contract.objective import expected_upstream, slopes, token_losses
 from fusedce.contract.problem import Problem, Projection, Wanted
 from fusedce.contract.task import Task
@@ -78,7 +76,7 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
     call = call_of(problem, wanted, len(rows), waiting(problem), logit=stored.itemsize)
     way = way_of(call, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget)
     if way.name == TILES:
-        return two_passes.loss_and_grads(token_stats, token_grads, problem, wanted, argmax)
+        return loss_in_two_passes(token_stats, token_grads, problem, wanted, argmax)
     step = logits.step(way)
     chunks = chunks_of(rows, way.tokens)
     grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=len(chunks))
