@@ -317,8 +317,7 @@ class LossAccumulator(Metrics):
         """Raise an error where a loop would spoil a window's gradients.
 
         That is: an optimizer step or ``zero_grad`` inside an open window; gradients written by
-        something else than its losses, or not given to ``finish``; hidden states of a sharded
-        vocabulary that differ between its ranks.
+        something else than its losses, or not given to ``finish``.
 
         Args:
             optimizer: a ``torch.optim.Optimizer``, accelerate's wrapper included.

@@ -30,8 +30,14 @@ from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, Summed, call_of, waiting
 from fusedce.backends.plan import Way, compared_classes, way_of
-from fusedce.backends.shards.collectives import all_reduce, sharded_call
-from fusedce.backends.shards.merge import largest, nll_and_lse, of_ranks, sums
+from fusedce.backends.shards.collectives import (
+    all_reduce,
+    largest,
+    nll_and_lse,
+    of_ranks,
+    sharded_call,
+    sums,
+)
 from fusedce.backends.torch.logit_tiles import Logits, Sums, TileStats, maxima, tiles, write_labels
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
