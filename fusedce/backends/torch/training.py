@@ -120,7 +120,7 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
 
 
 class _Exponentials:
-    """The exponentials of a chunk, times the slope of their logits, and what is added of them."""
+    """A chunk's exponentials times the slopes of its logits, and the sums made of them."""
 
     def __init__(self, logits: Logits, exps: Tensor, step: int) -> None:
         self.logits, self.products, self.step = logits, logits.products, step
