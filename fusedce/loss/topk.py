@@ -152,7 +152,7 @@ def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor
         top[block, :width], at[block, :width], lses[block] = best, classes, lse
     if shard is not None:
         top, at, lses = _over_ranks(top, at + shard.first, lses, shard)
-    return (top - lses).to(head.acc), at
+    return (top - lses).to(logits.head.acc), at
 
 
 def _largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
