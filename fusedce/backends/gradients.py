@@ -30,7 +30,7 @@ class Dtypes(NamedTuple):
 
 
 def of_inputs(problem: Problem) -> Dtypes:
-    """Gradients in the dtype of what they are of."""
+    """Gradients in the dtypes of their inputs."""
     return Dtypes(*[problem.hidden.dtype] * 3)
 
 
@@ -205,7 +205,7 @@ def add_rows(total: Tensor, y: Tensor, rows: Tensor) -> None:
 
 
 def _summed(y: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The different numbers of ``y (C,)``, sorted, and the sum of the ``rows (C, ...)`` of each."""
+    """The unique values of ``y (C,)``, sorted, and the sum of the ``rows (C, ...)`` of each."""
     unique, inverse = y.unique(return_inverse=True)
     summed = rows.new_zeros(len(unique), *rows.shape[1:])
     return unique, summed.index_put_((inverse,), rows, accumulate=True)  # (sorts first)

@@ -27,9 +27,9 @@ ONE_CHUNK, CHUNKS, TILES = WAYS = ("one chunk", "chunks", "tiles")
 
 
 class Limits(NamedTuple):
-    """What suits the products and caches of a kind of device."""
+    """Sizes of chunks, tiles and blocks that suit the GEMMs and caches of a kind of device."""
 
-    least_tokens: int  # fewer a chunk lose more by adding to d_weight than a fourth product costs
+    least_tokens: int  # in smaller chunks, adding to d_weight costs more than a fourth product
     multiple: int  # of tokens of a chunk
     tile_elements: int  # torch backend: of a tile of logits that stay in the cache
     tile_classes: int
@@ -55,8 +55,8 @@ class Call(NamedTuple):
     on_cpu: bool = False  # by the torch backend
     triton: bool = True
     copies: int = 2  # float32 tiles that the torch backend's steps hold at a time
-    fp16: bool = False  # whose range the factors of rows do not fit
-    fixed: int = 0  # bytes that whoever asks holds besides
+    fp16: bool = False  # float16 has too small a range for the factors of rows
+    fixed: int = 0  # bytes that the caller holds besides
     threads: int = 1  # of a CPU
     budget: int = DEVICE_BUDGET  # bytes of a chunk's logits on a GPU: see `device_budget`
     gemm_block: int = 0  # classes of a block where one GEMM makes the exponentials; 0: tiles do

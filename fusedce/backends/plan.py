@@ -220,7 +220,7 @@ def _tilings(call: Call, classes: int) -> Iterator[_Sizes]:
 
 
 def _block_multiple(call: Call) -> int:
-    """The number of which the tokens of a block are a multiple."""
+    """The number that divides the tokens of a block."""
     return 128 if call.triton else ROW_MULTIPLE
 
 

@@ -87,9 +87,9 @@ def call(N: int, H: int, V: int, b: int, device: Device | None) -> Call:
 
 
 def frontier(asked: Call) -> list[dict[str, Any]]:
-    """What rising budgets give: the least one, then each twice the one before.
+    """Ways that rising budgets allow: the least budget first, each twice the one before.
 
-    The last is the first in which all logits are one chunk.
+    The last one is the first way with all logits in one chunk.
     """
     budget, found = least_bytes(asked), list[dict[str, Any]]()
     while not found or found[-1]["way"] != ONE_CHUNK:

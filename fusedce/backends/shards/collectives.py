@@ -106,7 +106,7 @@ class Tokens(NamedTuple):
         return made
 
     def place(self) -> slice:
-        """Where this rank's own tokens stand."""
+        """The slice of this rank's own tokens among those of all ranks."""
         first = dist.get_rank(self.group) * self.most
         return slice(first, first + self.n)
 

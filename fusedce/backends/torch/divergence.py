@@ -117,7 +117,7 @@ def divergence_and_grads(task: Task) -> Summed:
 
 
 class _Lse(NamedTuple):
-    """A log-sum-exp in two numbers of the logits' dtype: large logits lose nothing by it."""
+    """A log-sum-exp as two numbers of the logits' dtype, exact for large logits."""
 
     high: Tensor  # (C,)
     low: Tensor
@@ -247,7 +247,7 @@ class _ToTeacher(_Compared):
         return kl + divergence.ce_weight * of_label[0] if of_label else kl, s
 
     def _impossible(self, s: Tensor, t: Tensor, lse: Tensor, lse_t: Tensor) -> Tensor:
-        """``(C,)``: infinite where a bias of -inf excludes what the other head may give, else 0.
+        """``(C,)``: inf where a bias of -inf excludes a class that the other head allows, else 0.
 
         The walk takes -inf for a large number, times which a small probability would be finite.
         """
@@ -266,7 +266,7 @@ class _ToTeacher(_Compared):
         return found
 
     def _of_ce(self, s: Tensor, y: Tensor, begin: int, nll: Tensor, lse: Tensor) -> Tensor:
-        """``(v, C)``: the gradient of the label's cross-entropy, of a tile of logits."""
+        """``(v, C)``: gradient of the label's cross-entropy by a tile of logits."""
         temperature = self.divergence.temperature
         g = _Lse.of(lse, s.dtype).taken_from(torch.mul(s, temperature)).exp_()
         write_labels(g, y, begin, (-nll).expm1().to(g.dtype))

@@ -93,7 +93,7 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
 
 
 def _weights(problem: Problem) -> Tensor:
-    """``(N,)`` fp32; 1 where a label is bad, so that it counts."""
+    """Weights ``(N,)`` fp32; 1 where a label is bad, so that its token counts."""
     V, y, w = len(problem.weight), problem.labels, problem.token_weight
     w = torch.ones_like(y, dtype=torch.float32) if w is None else w.float()
     return w.masked_fill(problem.valid() & ((y < 0) | (y >= V)), 1)
