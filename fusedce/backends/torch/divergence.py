@@ -149,7 +149,7 @@ class _Compared:
         self.problem, self.divergence, self.shard = problem, divergence, shard
         self.classes, self.tokens, self.step = way.classes, way.tokens, step
         self.student = divergence.student(problem)
-        self.logits = Logits(self.student, Products.of(problem.hidden))
+        self.logits = Logits(self.student)
         self.of_student = self.buffer(len(problem.weight))
         self.scratch = self.buffer(step), self.buffer(step)
 
@@ -161,7 +161,10 @@ class _Compared:
     def all(self, logits: Logits, h: Tensor, out: Tensor) -> Tensor:
         """``(V, C)`` logits of a head."""
         V, C = len(self.problem.weight), len(h)
-        return logits.all(h, self.classes, out[: V * C].view(V, C))
+        out, operand = out[: V * C].view(V, C), logits.operand(h)
+        for begin, end in tiles(V, self.classes):
+            logits.tile(operand, begin, end, out=out[begin:end])
+        return out
 
     def small(self, *whole: Tensor) -> Iterator[tuple[Any, ...]]:
         """Tiles of ``whole (V, C)``: the first class, the rows of each, and two of scratch."""
@@ -200,7 +203,7 @@ class _ToTeacher(_Compared):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.teacher = self.divergence.teacher()
-        self.teachers = Logits(self.teacher.projection, Products.of(self.teacher.hidden))
+        self.teachers = Logits(self.teacher.projection)
         self.of_teacher = self.buffer(len(self.problem.weight))
 
     def __call__(self, h: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:
