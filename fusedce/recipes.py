@@ -57,6 +57,12 @@ def grpo_loss(
     apart; of "cispo" (MiniMax-M1, arXiv:2506.13585) it keeps one of bounded size. An exponential
     that counts and is beyond the dtype is infinite, as in the formula.
 
+    Examples:
+        >>> logprob = torch.full((2, 3), -1.0, requires_grad=True)
+        >>> used = torch.ones(2, 3, dtype=torch.bool)
+        >>> grpo_loss(logprob, logprob.detach(), torch.tensor([1.0, -1.0]), used).n_valid
+        tensor(6)
+
     Args:
         clip: how far below and above 1 a ratio counts. (TRL's ``epsilon_high`` of "cispo" is the
             bound itself, ``1 + clip[1]``.)
@@ -74,12 +80,6 @@ def grpo_loss(
     Raises:
         ValueError: a tensor of another shape; ``kl`` without ``reference``, ``entropy_bonus``
             without ``entropy``, "dr_grpo" without ``max_length``, or an unknown name.
-
-    Examples:
-        >>> logprob = torch.full((2, 3), -1.0, requires_grad=True)
-        >>> used = torch.ones(2, 3, dtype=torch.bool)
-        >>> grpo_loss(logprob, logprob.detach(), torch.tensor([1.0, -1.0]), used).n_valid
-        tensor(6)
     """
     if kl and reference is None:
         raise ValueError("reference must be given with kl: log-probabilities of that policy")
@@ -208,7 +208,7 @@ def orpo_loss(
 
 
 def _of_pairs(kind: str, policy: Tensor, label_smoothing: float = 0, margin: float = 0) -> LossSum:
-    """The sum over pairs; a share of ``label_smoothing`` is taken the other way round."""
+    """The sum over pairs; ``label_smoothing`` is the share of each loss with swapped answers."""
     if policy.dim() != 1 or len(policy) % 2:
         raise ValueError(f"policy must be (2 B,), chosen then rejected, got {tuple(policy.shape)}")
     chosen, rejected = policy.chunk(2)
@@ -351,6 +351,12 @@ def distillation_loss(
     probabilities: of one class near 1 it is exact down to 1e-38, of several that share the
     probability to about 1e-7 (float32).
 
+    Examples:
+        >>> hidden, weight = torch.randn(3, 8), torch.randn(11, 8)
+        >>> teacher, classes = torch.randn(3, 11).log_softmax(-1).topk(4)
+        >>> distillation_loss(hidden, weight, classes, teacher).n_valid
+        tensor(3)
+
     Args:
         classes: entries of ``ignore_index`` are none; a token with nothing else is not counted.
         teacher: at the temperature of the student's; whatever stands at ignored entries.
@@ -367,12 +373,6 @@ def distillation_loss(
         TypeError, ValueError, RuntimeError: as :func:`fusedce.fused_logprobs`; ``ValueError`` for
             ``teacher`` of another shape than ``classes``; ``TypeError`` for an ``ignore_index`` of
             ``None``.
-
-    Examples:
-        >>> hidden, weight = torch.randn(3, 8), torch.randn(11, 8)
-        >>> teacher, classes = torch.randn(3, 11).log_softmax(-1).topk(4)
-        >>> distillation_loss(hidden, weight, classes, teacher).n_valid
-        tensor(3)
     """
     if classes.dim() != hidden.dim() or teacher.shape != classes.shape:
         raise ValueError(

@@ -53,19 +53,7 @@ class LossAccumulator(Metrics):
     Each micro-loss is multiplied by ``R * backward_divisor / max(sum of n_valid, 1)``, the sum
     over micro-batches and ranks, with ``R`` the number of ranks where gradients are averaged and
     1 where they are added. Streaming divides by 1024 tokens per rank first, and ``finish`` corrects
-    ``.grad`` once. Calling it after clipping is wrong; :meth:`guard` catches other mistakes.
-
-    What tensors show to be wrong (a label out of range, other counts than declared, a factor on the
-    loss, gradients set to zero) is an error at the window's end, before an optimizer steps, the
-    same on all ranks. On a GPU it is raised by ``metrics`` or ``state_dict``, and without these
-    once in 32 windows: no window waits for the GPU otherwise.
-
-    Collectives: each is an all-gather of 218 int64 from each rank on ``process_group`` (under gloo,
-    on a new group of the same ranks). Streaming has one per window, in ``finish``. Declared counts
-    have one when the window opens, which is awaited at its first ``scale``, and one when it ends.
-    ``metrics`` has one if batches were ``add``-ed. There are none per micro-batch. A rank that
-    waits in vain raises an error after the process group's timeout. One accumulator belongs to one
-    thread.
+    ``.grad`` once. Do not call ``finish`` after clipping; :meth:`guard` catches other mistakes.
 
     Args:
         process_group: the ranks that hold distinct tokens: a process group or a one-dimensional
@@ -90,6 +78,19 @@ class LossAccumulator(Metrics):
         True
         >>> acc.metrics()["n_tokens"]
         6
+
+    Note:
+        A label out of range, other counts than declared, a factor on the loss, or gradients set to
+        zero raise an error at the window's end, the same on all ranks, before an optimizer steps.
+        On a GPU ``metrics`` and ``state_dict`` raise it, and otherwise one window in 32, so that
+        the others do not wait for the GPU.
+
+    Collectives: each is an all-gather of 218 int64 from each rank on ``process_group`` (under gloo,
+    on a new group of the same ranks). Streaming has one per window, in ``finish``. Declared counts
+    have one when the window opens, which is awaited at its first ``scale``, and one when it ends.
+    ``metrics`` has one if batches were ``add``-ed. There are none per micro-batch. A rank that
+    waits in vain raises an error after the process group's timeout. One accumulator belongs to one
+    thread.
     """
 
     from_mesh: classmethod[LossAccumulator, ..., LossAccumulator] = classmethod(from_mesh)

@@ -117,6 +117,11 @@ def from_mesh(
 ) -> Accumulator:
     """Make an accumulator for the ranks along ``token_dims`` of a ``DeviceMesh``.
 
+    Examples:
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        >>> acc = LossAccumulator.from_mesh(mesh, "dp")
+
     Args:
         mesh: e.g. ``init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "tp"))``.
         token_dims: the dimensions over which tokens differ: data and context parallel ones,
@@ -128,11 +133,6 @@ def from_mesh(
             ``loss_fn=lambda out, y: acc.scale(...)`` (``examples/pipeline.py``).
         has_loss: whether this rank computes the loss; by default, the last stage does.
         grad_reduction, backward_divisor, on_empty: as for the class.
-
-    Examples:
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-        >>> acc = LossAccumulator.from_mesh(mesh, "dp")
     """
     new: Any = cls(
         submesh(mesh, token_dims),

@@ -228,17 +228,6 @@ def audit(
 
     Collectives: one ``all_gather_object`` at the end of the block, on all ranks.
 
-    Args:
-        model: what is called in the loop, or what lies inside its DDP. It returns logits (alone or
-            as ``.logits``) or a :class:`LossSum`. A replaced head makes its logits meanwhile.
-        gradients_added: whether the engine adds gradients over ranks, instead of averaging them.
-        loss_scale: what losses are multiplied by before backward and gradients divided by after
-            it: ``scaler.get_scale`` of a ``GradScaler``.
-
-    Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: the model's forward has returned something else; raised in that forward.
-
     Examples:
         >>> model = torch.nn.Linear(4, 11)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -249,6 +238,17 @@ def audit(
         ...     optimizer.step()
         >>> report.verdict()
         'your micro-batches are averaged: tokens of short ones weigh up to 3.0 x more'
+
+    Args:
+        model: what is called in the loop, or what lies inside its DDP. It returns logits (alone or
+            as ``.logits``) or a :class:`LossSum`. A replaced head makes its logits meanwhile.
+        gradients_added: whether the engine adds gradients over ranks, instead of averaging them.
+        loss_scale: what losses are multiplied by before backward and gradients divided by after
+            it: ``scaler.get_scale`` of a ``GradScaler``.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: the model's forward has returned something else; raised in that forward.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")

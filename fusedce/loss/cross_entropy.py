@@ -116,7 +116,7 @@ def fused_cross_entropy(
 
 
 def _reduced(task: Task, reduction: str, counted: Problem) -> Tensor:
-    """The sum of the losses, or their mean by the valid labels and weights of another problem."""
+    """The sum of the losses, or their mean, divided by the labels and weights of ``counted``."""
     problem = task.problem
     if reduction == "sum":
         return dispatch.loss_sum(task.but(problem=_as_it_is(problem)))[0].loss_sum

@@ -19,8 +19,8 @@ MONITORED = ("correct", "entropy")
 class TokenStats:
     """Statistics of a logging interval or an evaluation.
 
-    They are quotients of sums over all tokens and ranks; for TRL's SFTTrainer, which says them so
-    by itself, means over micro-batches of the quotients over ranks.
+    They are quotients of sums over all tokens and ranks. With TRL's SFTTrainer they are means over
+    micro-batches of the quotients over ranks, as in its own logs.
     """
 
     def __init__(self, trainer: Any) -> None:
