@@ -143,7 +143,7 @@ class Audit:
         self._now.micro.append(micro)
 
     def _size(self) -> float:
-        """A size of all gradients in ``.grad``; inf or NaN if one of them is not finite."""
+        """The size of all gradients in ``.grad``; inf or NaN if one of them is not finite."""
         found = (local_of(p.grad) for p in self._model.parameters() if p.grad is not None)
         grads = (grad._values() if grad.is_sparse else grad for grad in found)
         return sum(float(torch.linalg.vector_norm(g, math.inf)) for g in grads if g.numel())
@@ -256,7 +256,7 @@ def audit(
 
 
 def _edge_of(logits: Tensor) -> GradientEdge:
-    """Where the gradient of ``logits`` arrives, or of what they are a copy of.
+    """The edge at which the gradient of ``logits`` arrives, or of the source of their cast.
 
     With mixed precision, accelerate returns fp32 copies of a model's outputs, also of the bf16
     logits that the model's loss is made of.

@@ -340,7 +340,7 @@ def check_argmax_out(argmax_out: Tensor, problem: Problem) -> None:
 
 
 def check_memory_budget(memory_budget: int | None, chunk_tokens: int | None = None) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless one is ``None`` and the other a positive int."""
+    """Raise unless each is ``None`` or a positive int, and at most one of them is given."""
     if chunk_tokens is not None:
         check_int("chunk_tokens", chunk_tokens, "an int or None", 1)
     if memory_budget is not None:

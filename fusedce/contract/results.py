@@ -155,7 +155,7 @@ class MonitoredLossSum(LossSum):
 
     @staticmethod
     def of(out: LossSum, monitors: Mapping[str, Tensor]) -> MonitoredLossSum:
-        """``out`` with these sums beside it."""
+        """``out`` with these monitored sums."""
         made = (MonitoredLossSum if out.is_whole else ScaledLossSum)(*out)
         made.monitors = monitors
         return made

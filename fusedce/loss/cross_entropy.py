@@ -156,7 +156,7 @@ def _of_probabilities(problem: Problem, placed: Any, reduction: str) -> Tensor:
 
 
 def _as_it_is(problem: Problem) -> Problem:
-    """The problem of a sum that nobody divides, unless somebody has said what will come."""
+    """The problem with an expected upstream gradient of 1, unless another is expected."""
     if not torch.compiler.is_compiling() and expected() is not None:
         return problem
     one = problem.hidden.new_ones((), dtype=acc_dtype(problem.hidden.dtype))

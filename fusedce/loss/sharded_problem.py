@@ -163,7 +163,7 @@ def divergence_task(
 
 
 def no_labels(hidden: Any) -> Tensor:
-    """``(...)`` int64 zeros, placed as ``hidden (..., H)`` is; what no loss takes as it is."""
+    """``(...)`` int64 zeros, placed as ``hidden (..., H)``; a wrong ``hidden`` as it is."""
     if not isinstance(hidden, Tensor) or hidden.is_nested:
         return hidden
     if is_dtensor(hidden):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusedce.agreement import ALL_GATHER, not_all_came
 from fusedce.backends.gradients import call_of
-from fusedce.backends.held import DEVICE_BUDGET, Call
+from fusedce.backends.plan import DEVICE_BUDGET, Call
 from fusedce.contract.problem import Problem, Wanted, acc_dtype
 from fusedce.contract.task import Shard
 
@@ -106,7 +106,7 @@ class Tokens(NamedTuple):
         return made
 
     def place(self) -> slice:
-        """Where this rank's own tokens stand."""
+        """The slice of this rank's own tokens among those of all ranks."""
         first = dist.get_rank(self.group) * self.most
         return slice(first, first + self.n)
 

@@ -1,4 +1,4 @@
-"""Which rows count."""
+"""Selection of the tokens that count, and their division into chunks and blocks."""
 
 from __future__ import annotations
 
