@@ -72,6 +72,7 @@ def call_of(
         wide_weight=dtypes is not None and dtypes.weight != problem.weight.dtype,
         hidden=wanted.hidden,
         weight=wanted.weight,
+        bias=wanted.bias,
         on_cpu=problem.hidden.device.type == "cpu" and not triton,
         triton=triton,
         copies=2 if problem.softcap is None else 4,
@@ -107,7 +108,8 @@ def check_divergence_budget(task: Task) -> None:
 
 def _of_backward(call: Call) -> Call:
     """Backward leaves out tokens whose gradient is 0; the Triton backend gathers the others."""
-    return call._replace(N=max(call.N, call.n + 1)) if call.triton else call
+    gathers = call.triton and (call.hidden or call.weight or call.bias)
+    return call._replace(N=max(call.N, call.n + 1)) if gathers else call
 
 
 @functools.cache

@@ -91,6 +91,7 @@ class Call(NamedTuple):
     wide_weight: bool = False  # the weight gradient waits for backward in float32
     hidden: bool = True  # gradients that are wanted
     weight: bool = True
+    bias: bool = False
     on_cpu: bool = False  # by the torch backend
     triton: bool = True
     copies: int = 2  # float32 tiles that the torch backend's steps hold at a time
