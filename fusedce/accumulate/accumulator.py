@@ -23,9 +23,7 @@ from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.arguments import (
     OnEmpty,
     as_window,
-    check_choice,
     check_module,
-    check_whole,
     describe,
     unpack,
 )
@@ -35,6 +33,7 @@ from fusedce.accumulate.gradients import STREAMED, drop_gradients, scale_gradien
 from fusedce.accumulate.guard import Guard
 from fusedce.accumulate.sums import Loss, Metrics
 from fusedce.accumulate.window import Window, WindowBlock
+from fusedce.contract.checks import check_choice
 from fusedce.contract.groups import Ranks
 
 
@@ -197,7 +196,12 @@ class LossAccumulator(Metrics):
         """
         self._check_entered()
         losses = unpack(out, [UNNAMED] if self._window is None else self._window.weights)
-        check_whole(losses)
+        if not all(loss.is_whole for loss in losses.values()):
+            raise ValueError(
+                "out was multiplied or divided by a number: a window divides whole sums by all of "
+                "its tokens itself. Leave the number of micro-batches or ranks out; a loss that "
+                "counts less has weights={name: number} in acc.window(counts, weights=...)"
+            )
         if (window := self._window) is None:
             if self._engine.no_streaming is not None:
                 raise RuntimeError(f"streaming is not possible here: {self._engine.no_streaming}")
@@ -267,7 +271,7 @@ class LossAccumulator(Metrics):
                 "corrects all gradients by one factor in finish(), which would rescale the "
                 "auxiliary loss."
             )
-        self._window.add_auxiliary(auxiliary)
+        self._window.auxiliary.append(auxiliary.reshape(()))
 
     def finish(self, parameters: Iterable[Tensor]) -> bool:
         """Close a streaming window: correct every ``.grad`` once, in place, before clipping.

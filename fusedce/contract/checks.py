@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -219,6 +220,12 @@ def check_flag(name: str, value: bool) -> None:
     """Raise a TypeError unless ``value`` is ``True`` or ``False``."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+
+
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Raise a ValueError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 def check_placed(tokens_sharded: bool, vocab_size: int | None, *, sharded: bool) -> None:

@@ -13,7 +13,6 @@ from fusedce.backends.plan import ROW_MULTIPLE, tiles_of
 from fusedce.backends.shards.agreement import TOPK
 from fusedce.backends.shards.collectives import all_gather
 from fusedce.backends.torch.logit_tiles import Logits, tiles
-from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import blocks_of, valid_rows
 from fusedce.contract.checks import check_int
 from fusedce.contract.explain import explains_names
@@ -122,9 +121,8 @@ def _found(
 
 def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor]:
     """``(N, k)`` log-probabilities and classes."""
-    head, products = Projection.of(problem), Products.of(problem.hidden)
-    V, logits = len(problem.weight), Logits(head, products)
-    top = problem.hidden.new_full((len(problem.labels), k), -torch.inf, dtype=head.acc)
+    V, logits = len(problem.weight), Logits(Projection.of(problem))
+    top = problem.hidden.new_full((len(problem.labels), k), -torch.inf, dtype=logits.head.acc)
     at = torch.full_like(top, V if shard is None else shard.V, dtype=torch.int64)
     lses = torch.full_like(top[:, :1], -torch.inf, dtype=torch.float64)
     rows = valid_rows(problem, max(V, 1))[0]
@@ -154,7 +152,7 @@ def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor
         top[block, :width], at[block, :width], lses[block] = best, classes, lse
     if shard is not None:
         top, at, lses = _over_ranks(top, at + shard.first, lses, shard)
-    return (top - lses).to(head.acc), at
+    return (top - lses).to(logits.head.acc), at
 
 
 def _largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:

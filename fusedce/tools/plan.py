@@ -10,8 +10,15 @@ from __future__ import annotations
 import textwrap
 from typing import Any, NamedTuple
 
-from fusedce.backends.held import EXP_GEMM_H, ONE_CHUNK, TILES, Call
-from fusedce.backends.plan import device_budget, least_bytes, way_of
+from fusedce.backends.plan import (
+    EXP_GEMM_H,
+    ONE_CHUNK,
+    TILES,
+    Call,
+    device_budget,
+    least_bytes,
+    way_of,
+)
 from fusedce.tools import pairs, size, table
 from fusedce.tools.model_sizes import UserError, sizes
 

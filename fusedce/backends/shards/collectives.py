@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusedce.agreement import ALL_GATHER, not_all_came
 from fusedce.backends.gradients import call_of
-from fusedce.backends.held import DEVICE_BUDGET, Call
+from fusedce.backends.plan import DEVICE_BUDGET, Call
 from fusedce.contract.problem import Problem, Wanted, acc_dtype
 from fusedce.contract.task import Shard
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fusedce.backends.choose import Backend
 from fusedce.backends.gradients import Dtypes, Gradients
-from fusedce.backends.protocol import Backend
 from fusedce.backends.shards.collectives import (
     all_reduce,
     entropy_of,

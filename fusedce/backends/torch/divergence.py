@@ -28,10 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, call_of, waiting
-from fusedce.backends.held import Way, compared_classes
-from fusedce.backends.plan import way_of_divergence
-from fusedce.backends.protocol import Summed
+from fusedce.backends.gradients import Gradients, Summed, call_of, waiting
+from fusedce.backends.plan import Way, compared_classes, way_of
 from fusedce.backends.shards.collectives import (
     all_reduce,
     largest,
@@ -74,16 +72,15 @@ def divergence_and_grads(task: Task) -> Summed:
     hidden, device = problem.hidden, problem.hidden.device
     products = Products.of(hidden)
     acc, gemm = products.acc, products.gradients
-    way = way_of_divergence(
-        call,
-        divergence.teacher_size(),
+    way = way_of(
+        call.beside(divergence.teacher_size()),
         chunk_tokens=problem.chunk_tokens,
         memory_budget=problem.memory_budget,
     )
     parts = chunks_of(rows, way.tokens)
     grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=len(parts))
     compared = (_ToTargets if divergence.kind == TARGETS else _ToTeacher)(
-        problem, divergence, way, compared_classes(call, way), shard
+        problem, divergence, way, compared_classes(call, way.tokens, way.classes), shard
     )
     factor = expected_upstream(problem, n_valid)
     outer = problem.logit_scale / divergence.temperature * factor.double()
@@ -152,7 +149,7 @@ class _Compared:
         self.problem, self.divergence, self.shard = problem, divergence, shard
         self.classes, self.tokens, self.step = way.classes, way.tokens, step
         self.student = divergence.student(problem)
-        self.logits = Logits(self.student, Products.of(problem.hidden))
+        self.logits = Logits(self.student)
         self.of_student = self.buffer(len(problem.weight))
         self.scratch = self.buffer(step), self.buffer(step)
 
@@ -164,7 +161,10 @@ class _Compared:
     def all(self, logits: Logits, h: Tensor, out: Tensor) -> Tensor:
         """``(V, C)`` logits of a head."""
         V, C = len(self.problem.weight), len(h)
-        return logits.all(h, self.classes, out[: V * C].view(V, C))
+        out, operand = out[: V * C].view(V, C), logits.operand(h)
+        for begin, end in tiles(V, self.classes):
+            logits.tile(operand, begin, end, out=out[begin:end])
+        return out
 
     def small(self, *whole: Tensor) -> Iterator[tuple[Any, ...]]:
         """Tiles of ``whole (V, C)``: the first class, the rows of each, and two of scratch."""
@@ -203,7 +203,7 @@ class _ToTeacher(_Compared):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.teacher = self.divergence.teacher()
-        self.teachers = Logits(self.teacher.projection, Products.of(self.teacher.hidden))
+        self.teachers = Logits(self.teacher.projection)
         self.of_teacher = self.buffer(len(self.problem.weight))
 
     def __call__(self, h: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, call_of, waiting
-from fusedce.backends.held import multiple_of_16
-from fusedce.backends.plan import way_of_divergence
-from fusedce.backends.protocol import Summed
+from fusedce.backends.gradients import Gradients, Summed, call_of, waiting
+from fusedce.backends.plan import multiple_of_16, way_of
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.head_gradients import add_to_bias
 from fusedce.backends.triton.launch import (
@@ -49,9 +47,8 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
         packed, dtypes = compact(problem), waiting(problem)
         raise_on_cpu(packed.n_valid, problem)
         n, outer, factor = rows_and_factor(problem, packed)
-        way = way_of_divergence(
-            call_of(problem, wanted, n, dtypes, triton=True),
-            divergence.teacher_size(),
+        way = way_of(
+            call_of(problem, wanted, n, dtypes, triton=True).beside(divergence.teacher_size()),
             chunk_tokens=problem.chunk_tokens,
             memory_budget=problem.memory_budget,
         )

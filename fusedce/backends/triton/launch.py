@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fusedce.backends.held import multiple_of_16
+from fusedce.backends.plan import multiple_of_16
 from fusedce.backends.triton.archs import Blocks, vocabulary_splits
 from fusedce.contract.labels import bad_label_message
 from fusedce.contract.problem import Problem, Projection

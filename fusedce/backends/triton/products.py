@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fusedce.backends.held import WEIGHT_ROWS
+from fusedce.backends.plan import WEIGHT_ROWS
 from fusedce.backends.triton.launch import say_once
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Dtypes, Gradients, call_of
-from fusedce.backends.held import multiple_of_16
-from fusedce.backends.plan import tiles_of
+from fusedce.backends.plan import multiple_of_16, tiles_of
 from fusedce.backends.triton.head_gradients import Head, add_entries, add_to_bias
 from fusedce.backends.triton.launch import (
     capturing,
