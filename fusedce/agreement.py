@@ -36,19 +36,14 @@ class Told(NamedTuple):
     numbers: list[int]
 
 
-class Table(NamedTuple):
-    """The rows that all ranks have sent, ``(ranks, TEXT + n)`` int64, equal on all of them."""
-
-    rows: Tensor
-
-    def read(self) -> list[Told]:
-        """Copy the rows of all ranks to the host; waits for them."""
-        told = []
-        for row in self.rows.tolist():
-            text = json.loads(struct.pack(f"{TEXT}q", *row[:TEXT]))
-            failed = isinstance(text, str)
-            told.append(Told({} if failed else text, text if failed else "", row[TEXT:]))
-        return told
+def read(table: Tensor) -> list[Told]:
+    """Copy the rows of all ranks, ``(ranks, TEXT + n)`` int64, to the host; waits for them."""
+    told = []
+    for row in table.tolist():
+        text = json.loads(struct.pack(f"{TEXT}q", *row[:TEXT]))
+        failed = isinstance(text, str)
+        told.append(Told({} if failed else text, text if failed else "", row[TEXT:]))
+    return told
 
 
 def row(settings: Mapping[str, object] | str, numbers: Tensor) -> Tensor:
@@ -75,10 +70,10 @@ def row(settings: Mapping[str, object] | str, numbers: Tensor) -> Tensor:
     return torch.cat([told.to(numbers.device, non_blocking=True), numbers])
 
 
-def send(row: Tensor, group: dist.ProcessGroup) -> tuple[Table, dist.Work]:
+def send(row: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start one all-gather of ``row (n,)`` int64; the table is complete after ``work.wait()``."""
-    rows = row.new_empty(dist.get_world_size(group), len(row))
-    return Table(rows), getattr(dist, ALL_GATHER)(rows.view(-1), row, group=group, async_op=True)
+    table = row.new_empty(dist.get_world_size(group), len(row))
+    return table, getattr(dist, ALL_GATHER)(table.view(-1), row, group=group, async_op=True)
 
 
 def words_of(error: BaseException) -> str:
@@ -97,9 +92,7 @@ def failure_of(told: Iterable[Told]) -> Exception | None:
     if words is None:
         return None
     name, _, text = words.partition(": ")
-    kept = name in _KEPT_KINDS
-    error: Exception = getattr(builtins, name)(text) if kept else RuntimeError(words)
-    return error
+    return getattr(builtins, name)(text) if name in _KEPT_KINDS else RuntimeError(words)
 
 
 def differing(told: list[Told]) -> tuple[str, list[Any]] | None:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedce.contract.checks import check_choice
 from fusedce.contract.divergence import forward_terms
 from fusedce.contract.explain import not_a_tensor
 from fusedce.contract.results import LossSum
@@ -56,6 +57,12 @@ def grpo_loss(
     apart; of "cispo" (MiniMax-M1, arXiv:2506.13585) it keeps one of bounded size. An exponential
     that counts and is beyond the dtype is infinite, as in the formula.
 
+    Examples:
+        >>> logprob = torch.full((2, 3), -1.0, requires_grad=True)
+        >>> used = torch.ones(2, 3, dtype=torch.bool)
+        >>> grpo_loss(logprob, logprob.detach(), torch.tensor([1.0, -1.0]), used).n_valid
+        tensor(6)
+
     Args:
         clip: how far below and above 1 a ratio counts. (TRL's ``epsilon_high`` of "cispo" is the
             bound itself, ``1 + clip[1]``.)
@@ -73,12 +80,6 @@ def grpo_loss(
     Raises:
         ValueError: a tensor of another shape; ``kl`` without ``reference``, ``entropy_bonus``
             without ``entropy``, "dr_grpo" without ``max_length``, or an unknown name.
-
-    Examples:
-        >>> logprob = torch.full((2, 3), -1.0, requires_grad=True)
-        >>> used = torch.ones(2, 3, dtype=torch.bool)
-        >>> grpo_loss(logprob, logprob.detach(), torch.tensor([1.0, -1.0]), used).n_valid
-        tensor(6)
     """
     if kl and reference is None:
         raise ValueError("reference must be given with kl: log-probabilities of that policy")
@@ -92,9 +93,9 @@ def grpo_loss(
             f"advantage must be (B,) = {tuple(logprob.shape[:1])} or (B, T) = "
             f"{tuple(logprob.shape)} (from logprob), got {tuple(advantage.shape)}"
         )
-    _check_name("kind", kind, ("clipped", "cispo"))
-    _check_name("ratio", ratio, ("token", "sequence"))
-    _check_name("normalisation", normalisation, ("token", "sequence", "dr_grpo"))
+    check_choice("kind", kind, ("clipped", "cispo"))
+    check_choice("ratio", ratio, ("token", "sequence"))
+    check_choice("normalisation", normalisation, ("token", "sequence", "dr_grpo"))
     used = used != 0
     a = advantage if advantage.dim() == 2 else advantage[:, None]
     logprob = logprob.masked_fill(~used, 0)  # a gradient of infinities would be NaN
@@ -162,10 +163,9 @@ def dpo_loss(
         >>> dpo_loss(torch.zeros(4), torch.zeros(4)).mean()
         tensor(0.6931)
     """
-    _check_name("kind", kind, tuple(_OF_PAIRS))
+    check_choice("kind", kind, tuple(_OF_PAIRS))
     _check_shapes(policy, "policy", reference=reference)
-    chosen, rejected = _pairs(beta * (policy - reference))
-    return _of_pairs(kind, chosen, rejected, label_smoothing)
+    return _of_pairs(kind, beta * (policy - reference), label_smoothing)
 
 
 def cpo_loss(
@@ -177,18 +177,16 @@ def cpo_loss(
 ) -> LossSum:
     """Contrastive preference optimisation (arXiv:2401.08417), without a reference policy.
 
-    ``-log sigmoid(beta * (chosen - rejected) - gamma)``, smoothed as in :func:`dpo_loss`. The paper
-    adds the cross-entropy of the chosen answers: ``loss.mean() + alpha * nll``. SimPO
-    (arXiv:2405.14734) is this of *mean* log-probabilities, with a margin ``gamma``.
-
-    Returns, Raises: as :func:`dpo_loss`.
+    ``-log sigmoid(beta * (chosen - rejected) - gamma)``, smoothed and summed as in
+    :func:`dpo_loss`. The paper adds the cross-entropy of the chosen answers:
+    ``loss.mean() + alpha * nll``. SimPO (arXiv:2405.14734) is this of *mean* log-probabilities,
+    with a margin ``gamma``.
 
     Examples:
         >>> cpo_loss(torch.tensor([-1.0, -3.0]), beta=1.0, gamma=2.0).mean()
         tensor(0.6931)
     """
-    chosen, rejected = _pairs(beta * policy)
-    return _of_pairs("sigmoid", chosen - gamma, rejected, label_smoothing)
+    return _of_pairs("sigmoid", beta * policy, label_smoothing, gamma)
 
 
 def orpo_loss(
@@ -201,34 +199,23 @@ def orpo_loss(
     ``-beta * log sigmoid(log odds(chosen) - log odds(rejected))`` with ``odds = p / (1 - p)``. The
     paper adds the cross-entropy of the chosen answers: ``loss.mean() + nll``.
 
-    Returns, Raises: as :func:`dpo_loss`.
-
     Examples:
         >>> orpo_loss(torch.tensor([-1.0, -1.0]), beta=1.0).mean()
         tensor(0.6931)
     """
     log_p = policy.clamp(max=-torch.finfo(policy.dtype).tiny)  # odds of a p of 1 are infinite
-    chosen, rejected = _pairs(log_p - (-torch.expm1(log_p)).log())
-    return _of_pairs("sigmoid", chosen, rejected) * beta
+    return _of_pairs("sigmoid", log_p - (-torch.expm1(log_p)).log()) * beta
 
 
-def _pairs(policy: Tensor) -> tuple[Tensor, Tensor]:
+def _of_pairs(kind: str, policy: Tensor, label_smoothing: float = 0, margin: float = 0) -> LossSum:
+    """The sum over pairs; ``label_smoothing`` is the share of each loss with swapped answers."""
     if policy.dim() != 1 or len(policy) % 2:
         raise ValueError(f"policy must be (2 B,), chosen then rejected, got {tuple(policy.shape)}")
     chosen, rejected = policy.chunk(2)
-    return chosen, rejected
-
-
-def _of_pairs(kind: str, chosen: Tensor, rejected: Tensor, label_smoothing: float = 0) -> LossSum:
-    """The sum over pairs, of whom a share of ``label_smoothing`` is taken the other way round."""
+    chosen = chosen - margin
     loss = _OF_PAIRS[kind](chosen, rejected)
     if label_smoothing:
         loss = torch.lerp(loss, _OF_PAIRS[kind](rejected, chosen), label_smoothing)
-    return _of_each(loss)
-
-
-def _of_each(loss: Tensor) -> LossSum:
-    """The sum of losses ``(n,)`` and their number."""
     return LossSum(loss.sum(), torch.tensor(len(loss), device=loss.device))
 
 
@@ -266,7 +253,7 @@ def kto_loss(
         desirable_weight * torch.sigmoid(-above),
         undesirable_weight * torch.sigmoid(above),
     )
-    return _of_each(loss)
+    return LossSum(loss.sum(), torch.tensor(len(loss), device=loss.device))
 
 
 def token_scaled_loss(
@@ -302,11 +289,6 @@ def _check_shapes(like: Tensor, name: str = "logprob", /, **others: Tensor | Non
             raise ValueError(
                 f"{other} must be {tuple(like.shape)}, as {name}, got {tuple(x.shape)}"
             )
-
-
-def _check_name(argument: str, given: str, names: tuple[str, ...]) -> None:
-    if given not in names:
-        raise ValueError(f"{argument} must be one of {', '.join(map(repr, names))}, got {given!r}")
 
 
 def reverse_kl_loss(
@@ -369,6 +351,12 @@ def distillation_loss(
     probabilities: of one class near 1 it is exact down to 1e-38, of several that share the
     probability to about 1e-7 (float32).
 
+    Examples:
+        >>> hidden, weight = torch.randn(3, 8), torch.randn(11, 8)
+        >>> teacher, classes = torch.randn(3, 11).log_softmax(-1).topk(4)
+        >>> distillation_loss(hidden, weight, classes, teacher).n_valid
+        tensor(3)
+
     Args:
         classes: entries of ``ignore_index`` are none; a token with nothing else is not counted.
         teacher: at the temperature of the student's; whatever stands at ignored entries.
@@ -385,12 +373,6 @@ def distillation_loss(
         TypeError, ValueError, RuntimeError: as :func:`fusedce.fused_logprobs`; ``ValueError`` for
             ``teacher`` of another shape than ``classes``; ``TypeError`` for an ``ignore_index`` of
             ``None``.
-
-    Examples:
-        >>> hidden, weight = torch.randn(3, 8), torch.randn(11, 8)
-        >>> teacher, classes = torch.randn(3, 11).log_softmax(-1).topk(4)
-        >>> distillation_loss(hidden, weight, classes, teacher).n_valid
-        tensor(3)
     """
     if classes.dim() != hidden.dim() or teacher.shape != classes.shape:
         raise ValueError(

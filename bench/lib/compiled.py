@@ -36,7 +36,7 @@ class Target(NamedTuple):
 
 
 def _targets(row: Architecture) -> Iterator[tuple[str, Target]]:
-    """By name: of a row of AMD's, one for each of its devices."""
+    """Compile targets of a row by name; an AMD row has one for each of its devices."""
     if row.compiler is not None:
         backend, arch, warp = row.compiler
         own = "a" if isinstance(arch, int) and arch >= 90 else ""  # its own instructions, too

@@ -23,9 +23,7 @@ from fusedce.accumulate import faults as _faults
 from fusedce.accumulate.arguments import (
     OnEmpty,
     as_window,
-    check_choice,
     check_module,
-    check_whole,
     describe,
     unpack,
 )
@@ -35,6 +33,7 @@ from fusedce.accumulate.gradients import STREAMED, drop_gradients, scale_gradien
 from fusedce.accumulate.guard import Guard
 from fusedce.accumulate.sums import Loss, Metrics
 from fusedce.accumulate.window import Window, WindowBlock
+from fusedce.contract.checks import check_choice
 from fusedce.contract.groups import Ranks
 
 
@@ -54,19 +53,7 @@ class LossAccumulator(Metrics):
     Each micro-loss is multiplied by ``R * backward_divisor / max(sum of n_valid, 1)``, the sum
     over micro-batches and ranks, with ``R`` the number of ranks where gradients are averaged and
     1 where they are added. Streaming divides by 1024 tokens per rank first, and ``finish`` corrects
-    ``.grad`` once. Calling it after clipping is wrong; :meth:`guard` catches other mistakes.
-
-    What tensors show to be wrong (a label out of range, other counts than declared, a factor on the
-    loss, gradients set to zero) is an error at the window's end, before an optimizer steps, the
-    same on all ranks. On a GPU it is raised by ``metrics`` or ``state_dict``, and without these
-    once in 32 windows: no window waits for the GPU otherwise.
-
-    Collectives: each is an all-gather of 218 int64 from each rank on ``process_group`` (under gloo,
-    on a new group of the same ranks). Streaming has one per window, in ``finish``. Declared counts
-    have one when the window opens, which is awaited at its first ``scale``, and one when it ends.
-    ``metrics`` has one if batches were ``add``-ed. There are none per micro-batch. A rank that
-    waits in vain raises an error after the process group's timeout. One accumulator belongs to one
-    thread.
+    ``.grad`` once. Do not call ``finish`` after clipping; :meth:`guard` catches other mistakes.
 
     Args:
         process_group: the ranks that hold distinct tokens: a process group or a one-dimensional
@@ -91,6 +78,19 @@ class LossAccumulator(Metrics):
         True
         >>> acc.metrics()["n_tokens"]
         6
+
+    Note:
+        A label out of range, other counts than declared, a factor on the loss, or gradients set to
+        zero raise an error at the window's end, the same on all ranks, before an optimizer steps.
+        On a GPU ``metrics`` and ``state_dict`` raise it, and otherwise one window in 32, so that
+        the others do not wait for the GPU.
+
+    Collectives: each is an all-gather of 218 int64 from each rank on ``process_group`` (under gloo,
+    on a new group of the same ranks). Streaming has one per window, in ``finish``. Declared counts
+    have one when the window opens, which is awaited at its first ``scale``, and one when it ends.
+    ``metrics`` has one if batches were ``add``-ed. There are none per micro-batch. A rank that
+    waits in vain raises an error after the process group's timeout. One accumulator belongs to one
+    thread.
     """
 
     from_mesh: classmethod[LossAccumulator, ..., LossAccumulator] = classmethod(from_mesh)
@@ -196,7 +196,12 @@ class LossAccumulator(Metrics):
         """
         self._check_entered()
         losses = unpack(out, [UNNAMED] if self._window is None else self._window.weights)
-        check_whole(losses)
+        if not all(loss.is_whole for loss in losses.values()):
+            raise ValueError(
+                "out was multiplied or divided by a number: a window divides whole sums by all of "
+                "its tokens itself. Leave the number of micro-batches or ranks out; a loss that "
+                "counts less has weights={name: number} in acc.window(counts, weights=...)"
+            )
         if (window := self._window) is None:
             if self._engine.no_streaming is not None:
                 raise RuntimeError(f"streaming is not possible here: {self._engine.no_streaming}")
@@ -266,7 +271,7 @@ class LossAccumulator(Metrics):
                 "corrects all gradients by one factor in finish(), which would rescale the "
                 "auxiliary loss."
             )
-        self._window.add_auxiliary(auxiliary)
+        self._window.auxiliary.append(auxiliary.reshape(()))
 
     def finish(self, parameters: Iterable[Tensor]) -> bool:
         """Close a streaming window: correct every ``.grad`` once, in place, before clipping.
@@ -317,8 +322,7 @@ class LossAccumulator(Metrics):
         """Raise an error where a loop would spoil a window's gradients.
 
         That is: an optimizer step or ``zero_grad`` inside an open window; gradients written by
-        something else than its losses, or not given to ``finish``; hidden states of a sharded
-        vocabulary that differ between its ranks.
+        something else than its losses, or not given to ``finish``.
 
         Args:
             optimizer: a ``torch.optim.Optimizer``, accelerate's wrapper included.

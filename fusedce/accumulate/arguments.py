@@ -126,16 +126,6 @@ def _unpack(out: Any) -> MonitoredLossSum:
     )
 
 
-def check_whole(losses: Losses) -> None:
-    """Raise ValueError for a loss that was multiplied or divided by a number."""
-    if not all(out.is_whole for out in losses.values()):
-        raise ValueError(
-            "out was multiplied or divided by a number: a window divides whole sums by all of its "
-            "tokens itself. Leave the number of micro-batches or ranks out; a loss that counts "
-            "less than others has weights={name: number} in acc.window(counts, weights=...)"
-        )
-
-
 _SAME_VALUE = ("ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone")
 
 
@@ -158,12 +148,6 @@ def divisor_of(loss: Tensor) -> Tensor | None:
         return None
     one = kind == "Mean" and node._saved_self_sym_numel == 1
     return torch.tensor(1.0 if one else math.nan, device="cpu")
-
-
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
 def check_module(module: Any) -> None:

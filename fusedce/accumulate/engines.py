@@ -55,7 +55,13 @@ class AccelerateEngine(Engine):
     """
 
     def __init__(self, accelerator: Any) -> None:
-        kind = _kind(accelerator)
+        needed = ("distributed_type", "gradient_accumulation_steps", "backward")
+        if lacking := [name for name in needed if not hasattr(accelerator, name)]:
+            raise TypeError(
+                f"accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__} "
+                f"without {', '.join(lacking)}"
+            )
+        kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
         if kind == "MEGATRON_LM":
             raise ValueError(
                 "accelerator: Megatron-LM computes and divides the loss in its own train step, "
@@ -84,7 +90,11 @@ class AccelerateEngine(Engine):
 
     def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """A copy of the last batch, its ``labels`` and ``shift_labels`` of repeats set to -100."""
-        if (real := self._real_samples()) is None:
+        state = getattr(self._accelerator, "gradient_state", None)
+        real = 0  # samples of the last round of batches over ranks, where some are repeated
+        if state is not None and state.end_of_dataloader and self._accelerator.num_processes > 1:
+            real = state.remainder
+        if real <= 0:
             return batch
         masked = {n: batch[n].clone() for n in ("labels", "shift_labels") if n in batch}
         if not masked:
@@ -92,13 +102,6 @@ class AccelerateEngine(Engine):
         for labels in masked.values():
             labels[max(real - self._accelerator.process_index * len(labels), 0) :] = -100
         return {**batch, **masked}
-
-    def _real_samples(self) -> int | None:
-        """Real samples in the last round of batches over ranks; ``None`` without repeats."""
-        state = getattr(self._accelerator, "gradient_state", None)
-        if state is None or self._accelerator.num_processes == 1:
-            return None
-        return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 
 
 def from_mesh(
@@ -114,6 +117,11 @@ def from_mesh(
 ) -> Accumulator:
     """Make an accumulator for the ranks along ``token_dims`` of a ``DeviceMesh``.
 
+    Examples:
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        >>> acc = LossAccumulator.from_mesh(mesh, "dp")
+
     Args:
         mesh: e.g. ``init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "tp"))``.
         token_dims: the dimensions over which tokens differ: data and context parallel ones,
@@ -125,11 +133,6 @@ def from_mesh(
             ``loss_fn=lambda out, y: acc.scale(...)`` (``examples/pipeline.py``).
         has_loss: whether this rank computes the loss; by default, the last stage does.
         grad_reduction, backward_divisor, on_empty: as for the class.
-
-    Examples:
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-        >>> acc = LossAccumulator.from_mesh(mesh, "dp")
     """
     new: Any = cls(
         submesh(mesh, token_dims),
@@ -162,14 +165,7 @@ def from_accelerator(
         >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
         >>> acc = LossAccumulator.from_accelerator(accelerator)
     """
-    new: Any = cls(token_mesh(accelerator), on_empty=on_empty)
-    new._engine = AccelerateEngine(accelerator)
-    return new
-
-
-def token_mesh(accelerator: Any) -> Any:
-    """The ranks of an ``Accelerator`` that hold distinct tokens; ``None`` means all."""
-    _kind(accelerator)
+    engine = AccelerateEngine(accelerator)
     parallel = getattr(accelerator, "parallelism_config", None)
     if parallel is not None and getattr(parallel, "sp_enabled", False):
         raise ValueError(
@@ -177,20 +173,9 @@ def token_mesh(accelerator: Any) -> Any:
             "LossAccumulator(process_group=...) with the ranks that hold distinct tokens"
         )
     mesh = getattr(accelerator, "torch_device_mesh", None)
-    if mesh is None:
-        return None
-    # Context-parallel ranks hold distinct slices; tensor-parallel ones the same tokens.
-    return submesh(mesh, [name for name in mesh.mesh_dim_names if name != "tp"])
-
-
-def _kind(accelerator: Any) -> str:
-    """The name of accelerate's ``distributed_type``; ``TypeError`` if it is no ``Accelerator``."""
-    needed = ("distributed_type", "gradient_accumulation_steps", "backward")
-    lacking = [name for name in needed if not hasattr(accelerator, name)]
-    if lacking:
-        raise TypeError(
-            f"accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__} "
-            f"without {', '.join(lacking)}"
-        )
-    kind = accelerator.distributed_type
-    return str(getattr(kind, "value", kind))
+    if mesh is not None:
+        # Context-parallel ranks hold distinct slices; tensor-parallel ones the same tokens.
+        mesh = submesh(mesh, [name for name in mesh.mesh_dim_names if name != "tp"])
+    new: Any = cls(mesh, on_empty=on_empty)
+    new._engine = engine
+    return new

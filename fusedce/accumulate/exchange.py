@@ -18,17 +18,13 @@ from torch import Tensor
 
 from fusedce import agreement
 from fusedce.accumulate import faults as _faults
-from fusedce.agreement import Table, Told
+from fusedce.agreement import Told
 from fusedce.contract.groups import Ranks
 from fusedce.contract.results import MONITORS
 
 # The purposes of an exchange, which must be the same on all ranks.
-WINDOW, FINISH, CLOSE, METRICS = (
-    "open a window",
-    "finish a window",
-    "leave a window",
-    "read metrics",
-)
+WINDOW, FINISH = "open a window", "finish a window"
+CLOSE, METRICS = "leave a window", "read metrics"
 UNNAMED = ""  # the name of a window's only loss where the user gave none
 KINDS = ("loss_sum", "n_valid", *(x for name in MONITORS for x in (name, f"{name} of")))
 _CPU = torch.device("cpu")
@@ -61,7 +57,7 @@ class Pending(NamedTuple):
 
     exchange: Exchange
     purpose: str
-    table: Table
+    table: Tensor
     work: dist.Work | None = None  # None on a single rank
 
     def wait(self) -> Tensor:
@@ -76,15 +72,15 @@ class Pending(NamedTuple):
             with self.exchange.waiting(self.purpose):
                 self.work.wait()
         self.exchange.check(self.table)
-        values = self.table.rows[:, agreement.TEXT :][:, :VALUES]
+        values = self.table[:, agreement.TEXT :][:, :VALUES]
         return values.contiguous().view(torch.float64).sum(0)
 
     def read_rows(self) -> list[Told]:
         """The rows of all ranks, if they arrive on a CPU within :data:`GRACE`; else none."""
-        if self.work is not None and _faults.readable(self.table.rows.device):
+        if self.work is not None and _faults.readable(self.table.device):
             with contextlib.suppress(RuntimeError):  # the others are elsewhere, or gone
                 if self.work.wait(GRACE):
-                    return self.table.read()
+                    return agreement.read(self.table)
         return []
 
 
@@ -94,7 +90,7 @@ class Exchange:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self._number: int | None = None
-        self._unread: list[Table] = []  # messages on a device
+        self._unread: list[Tensor] = []  # messages on a device
 
     def __reduce__(self) -> Any:
         return Exchange, (self.ranks,)
@@ -166,24 +162,24 @@ class Exchange:
     def _post(self, purpose: str, row: Tensor, error: str = "") -> Pending | None:
         """Send a row; ``None`` if the other ranks hear of ``error`` without it."""
         if (group := self.ranks.group()) is None:
-            return Pending(self, purpose, Table(row[None]))
+            return Pending(self, purpose, row[None])
         with self.waiting(purpose):
             own = agreement.own_group(group, error)
         if isinstance(own, Exception):
             raise known(own)
         return None if own is None else Pending(self, purpose, *agreement.send(row, own))
 
-    def check(self, table: Table) -> None:
+    def check(self, table: Tensor) -> None:
         """Raise the error that a message holds; on a device, keep it until a value is read."""
         self._unread.append(table)
-        if _faults.readable(table.rows.device) or len(self._unread) > _UNREAD:
+        if _faults.readable(table.device) or len(self._unread) > _UNREAD:
             self.raise_unread()
 
     def raise_unread(self) -> None:
         """Raise the first error that kept messages hold, and forget them. Waits for a device."""
         unread, self._unread = self._unread, []
         for table in unread:
-            if (error := explain(table.read())) is not None:
+            if (error := explain(agreement.read(table))) is not None:
                 raise known(error)
 
     @contextlib.contextmanager

@@ -41,7 +41,7 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        self._asked = False
+        self._asked = False  # by the user: then any write into .grad inside a window counts
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._known: dict[int, weakref.ref[Tensor]] = {}  # parameters by id
@@ -68,10 +68,6 @@ class Guard:
         self._backward = -1  # its id
         self._schedule: Any = None  # the pipeline's, whose loss_fn has given a loss
         self._found: list[tuple[int, Tensor]] = []  # faults, where () is true
-
-    def is_on(self) -> bool:
-        """Whether the user has asked for it: then any write into .grad inside a window counts."""
-        return self._asked
 
     def add(self, optimizer: Any, module: Any) -> None:
         """Watch an optimizer and, if given, a module; ``TypeError`` for anything else."""
@@ -214,7 +210,7 @@ class Guard:
     def after_backward(self) -> None:
         """Remember the gradients after a backward."""
         mine = ((i, x) for i, x in self._grads().items() if self._before.get(i) != x)
-        self._after = dict(mine if self.is_on() else islice(mine, _WATCHED))
+        self._after = dict(mine if self._asked else islice(mine, _WATCHED))
 
     def _look(self, backward: int | None = None) -> None:
         """Note whether gradients of this window's micro-batches are gone, or were written into.
@@ -233,7 +229,7 @@ class Guard:
         # At the end gradients may be clipped, unscaled or added up over ranks. Beside declared
         # counts, another loss may add to them.
         others = (_next_backward() if backward is None else backward) != self._backward + 1
-        written = self.is_on() and backward is not None and (self._streams or not others)
+        written = self._asked and backward is not None and (self._streams or not others)
         # Stages of a pipeline on one rank have backwards of their own.
         if (written or (self._streams and others)) and self._schedule is None:
             self._found.append((_faults.WRITTEN, ~gone))

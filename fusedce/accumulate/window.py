@@ -57,7 +57,7 @@ class Window:
         self.is_open = True
         self._denominator: Pending | Tensor | float = denominator
         self._guard = guard
-        self._auxiliary: list[Tensor] = []  # waiting for the next loss
+        self.auxiliary: list[Tensor] = []  # () each, waiting for the next loss
         self._n_scaled = 0
         self._factors: dict[object, Sequence[Tensor]] = {}
         self._begun: list[tuple[int, Record]] = []  # ids of backwards that have not ended
@@ -120,11 +120,11 @@ class Window:
         """
         sums = [out.loss_sum for out in losses.values()]
         terms = [x * self.factors(factor, x)[i] for i, x in enumerate(sums)]
-        if self._auxiliary:
+        if self.auxiliary:
             assert self.declared is not None
-            total = torch.stack(self._auxiliary).sum() / len(self.declared)
+            total = torch.stack(self.auxiliary).sum() / len(self.declared)
             terms.append(total.to(terms[0]) * (factor / ranks))
-            self._auxiliary = []
+            self.auxiliary = []
         if torch.is_grad_enabled():  # off in the first of a checkpoint's two passes
             self._guard.note_schedule()
             kept = {name: copied(out) for name, out in losses.items()}
@@ -169,10 +169,6 @@ class Window:
         # after theirs.
         Variable._execution_engine.queue_callback(self._guard.after_backward)
 
-    def add_auxiliary(self, auxiliary: Tensor) -> None:
-        """Keep ``auxiliary ()`` for the next loss."""
-        self._auxiliary.append(auxiliary.reshape(()))
-
     # ---- the window's end -------------------------------------------------------------------
 
     def check_complete(self) -> None:
@@ -187,9 +183,9 @@ class Window:
                 f"({self._n_scaled - n} more scaled, but not differentiated): the gradients are "
                 f"divided by tokens of missing losses"
             )
-        if self._auxiliary:
+        if self.auxiliary:
             raise RuntimeError(
-                f"{len(self._auxiliary)} auxiliary losses were added after the last micro-batch: "
+                f"{len(self.auxiliary)} auxiliary losses were added after the last micro-batch: "
                 f"call add_auxiliary before the backward it belongs to"
             )
 

@@ -143,7 +143,7 @@ class Audit:
         self._now.micro.append(micro)
 
     def _size(self) -> float:
-        """A size of all gradients in ``.grad``; inf or NaN if one of them is not finite."""
+        """The size of all gradients in ``.grad``; inf or NaN if one of them is not finite."""
         found = (local_of(p.grad) for p in self._model.parameters() if p.grad is not None)
         grads = (grad._values() if grad.is_sparse else grad for grad in found)
         return sum(float(torch.linalg.vector_norm(g, math.inf)) for g in grads if g.numel())
@@ -228,17 +228,6 @@ def audit(
 
     Collectives: one ``all_gather_object`` at the end of the block, on all ranks.
 
-    Args:
-        model: what is called in the loop, or what lies inside its DDP. It returns logits (alone or
-            as ``.logits``) or a :class:`LossSum`. A replaced head makes its logits meanwhile.
-        gradients_added: whether the engine adds gradients over ranks, instead of averaging them.
-        loss_scale: what losses are multiplied by before backward and gradients divided by after
-            it: ``scaler.get_scale`` of a ``GradScaler``.
-
-    Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: the model's forward has returned something else; raised in that forward.
-
     Examples:
         >>> model = torch.nn.Linear(4, 11)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -249,6 +238,17 @@ def audit(
         ...     optimizer.step()
         >>> report.verdict()
         'your micro-batches are averaged: tokens of short ones weigh up to 3.0 x more'
+
+    Args:
+        model: what is called in the loop, or what lies inside its DDP. It returns logits (alone or
+            as ``.logits``) or a :class:`LossSum`. A replaced head makes its logits meanwhile.
+        gradients_added: whether the engine adds gradients over ranks, instead of averaging them.
+        loss_scale: what losses are multiplied by before backward and gradients divided by after
+            it: ``scaler.get_scale`` of a ``GradScaler``.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: the model's forward has returned something else; raised in that forward.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -256,7 +256,7 @@ def audit(
 
 
 def _edge_of(logits: Tensor) -> GradientEdge:
-    """Where the gradient of ``logits`` arrives, or of what they are a copy of.
+    """The edge at which the gradient of ``logits`` arrives, or of the source of their cast.
 
     With mixed precision, accelerate returns fp32 copies of a model's outputs, also of the bf16
     logits that the model's loss is made of.

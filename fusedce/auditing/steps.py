@@ -121,11 +121,6 @@ def step_of(micro: list[MicroBatch], averaged_over: int, logged: float | None) -
     )
 
 
-def _off(a: float, b: float) -> bool:
-    """Whether ``a`` differs from ``b`` by more than rounding."""
-    return abs(a - b) > _TOLERANCE * max(abs(b), 1e-3)
-
-
 def verdict(steps: Sequence[Step], unseen: int = 0) -> str:
     """Say in one sentence what the loop does to the weight of tokens.
 
@@ -166,12 +161,13 @@ def verdict(steps: Sequence[Step], unseen: int = 0) -> str:
     # A factor on .grad that does not lead to 1 may be that of clipping.
     if abs(scale - 1) > _TOLERANCE and abs(stepped - 1) > _TOLERANCE:
         found.append(f"gradients are {scale:.3g} x those of the mean over the step's tokens")
-    off = [s for s in steps if s.logged is not None and _off(s.logged, s.loss)]
+    logged = [(s.logged, s.loss) for s in steps if s.logged is not None]
+    off = [(a, b) for a, b in logged if abs(a - b) > _TOLERANCE * max(abs(b), 1e-3)]
     if off:
-        step = max(off, key=lambda s: abs((s.logged or 0) - s.loss))
+        said, right = max(off, key=lambda x: abs(x[0] - x[1]))
         found.append(
-            f"the loss that is logged is not that of the tokens ({step.logged:.4f} where "
-            f"{step.loss:.4f} is right)"
+            f"the loss that is logged is not that of the tokens ({said:.4f} where {right:.4f} is "
+            f"right)"
         )
     return "; ".join(found) or (
         "every token weighs the same, and the gradient is that of the mean over all tokens"

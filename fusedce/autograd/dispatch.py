@@ -5,13 +5,13 @@ plain, no gradient, no argmax         one pass over the logits, which stay in re
 a gradient of the sum                 chunks of logits, gradients taken in the forward pass
 options or argmax without gradient    sum of the tokens' losses, from their statistics
 entropy or log-sum-exp monitored      the same
-label smoothing                       the same: rounded probabilities are no base for it
-inside torch.func                     the same: it alone allows a factor per sample
+label smoothing                       the same: rounded probabilities would lose it
+inside torch.func                     the same: only this way takes a factor per sample
 a sharded vocabulary                  the same
 ====================================  ===========================================================
 
-Label smoothing takes ``s / V`` from every probability. Where those are nearly even little is left,
-and of probabilities that were rounded to two bytes nothing but their errors.
+Label smoothing takes ``s / V`` from every probability. Where these are nearly even, little is left;
+if they were rounded to two bytes before, only the rounding errors are.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Finish(NamedTuple):
     ours: bool  # saved tensors are not a user's, and may be written into
 
     def gradients(self, saved: Sequence[Tensor], upstream: Tensor) -> list[Any]:
-        """Gradients of hidden state, weight and bias; overwrites ``saved``, a factor and they.
+        """Gradients of hidden state, weight and bias; may overwrite ``saved``, see `SumWithGrads`.
 
         ``upstream ()``, the gradient of the sum, over the factor that was expected multiplies them.
         """
@@ -77,7 +77,7 @@ class SumWithGrads(NamedTuple):
     """A sum and its gradients, for a caller that keeps them in an autograd node of its own."""
 
     out: LossSum
-    saved: tuple[Tensor, ...]  # the gradients' factor (), then they; (0,) for one not wanted
+    saved: tuple[Tensor, ...]  # factor () of the gradients, then these; (0,): not wanted
     finish: Finish
 
 

@@ -22,9 +22,8 @@ from fusedce.autograd.derivatives import (
     wanted_gradients,
 )
 from fusedce.backends import chosen
-from fusedce.backends.choose import get_backend
+from fusedce.backends.choose import Backend, get_backend
 from fusedce.backends.gradients import check_divergence_budget, of_inputs, without_values
-from fusedce.backends.protocol import Backend
 from fusedce.backends.shards.tokens import OfShard
 from fusedce.backends.upstream import Upstreams, Values, upstream_of
 from fusedce.contract.objective import Stats, token_losses

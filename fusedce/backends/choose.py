@@ -1,21 +1,57 @@
-"""Choice of the backend that runs, and the reason why another one cannot."""
+"""Interface of a backend, choice of the one that runs, and the reason why another cannot."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import os
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fusedce.backends.protocol import Backend
+from fusedce.backends.gradients import Dtypes, Summed
+from fusedce.contract.objective import Stats, Upstream
+from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.task import Task
 
 _NAMES = ("torch", "triton")
 _TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called cuda by torch
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 OLDEST = (8, 0)  # compute capability: before it the kernels spill kilobytes a thread
+
+
+class Backend(Protocol):
+    """A backend: a module with these functions, for checked problems, in no-grad mode.
+
+    ``argmax (N,)`` int64, where given, is filled: with -1 at positions left out.
+    """
+
+    def loss(self, problem: Problem) -> tuple[Tensor, Tensor]:
+        """``loss_sum ()`` and ``n_valid ()`` of plain cross-entropy, in one pass."""
+
+    def loss_and_grads(self, task: Task, argmax: Tensor | None) -> Summed:
+        """The sum and its wanted gradients, without label smoothing and without shards."""
+
+    def token_stats(self, problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
+        """Statistics of every token, in one pass; with ``argmax`` the largest logit as well."""
+
+    def token_grads(
+        self,
+        problem: Problem,
+        wanted: Wanted,
+        lse: Tensor,  # (N,)
+        upstream: Upstream,
+        dtypes: Dtypes,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients with factors of each token's own, from logits computed anew."""
+
+    def divergence_and_grads(self, task: Task) -> Summed:
+        """``(N,)`` losses beside a teacher, or beside given probabilities; as above."""
+
+    def scale_(self, x: Tensor, factor: Tensor) -> None:
+        """``x *= factor`` in place, ``factor`` a 0-d tensor; nothing is written where it is 1."""
 
 
 def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -50,10 +50,10 @@ def one_class(problem: Problem, z: Tensor) -> Problem:
 
 
 def with_what_is_left(problem: Problem, wanted: Wanted, shard: Shard | None) -> Problem:
-    """The problem with the budget that several classes a token, and other ranks, leave.
+    """The problem, its budget less what ``labels (N, K)`` and gathered tokens hold.
 
     Raises:
-        ValueError: it is too small; the message names the whole. The same on all ranks.
+        ValueError: the budget is too small; the message, the same on all ranks, says the least.
     """
     several = problem.labels.dim() == 2
     if problem.memory_budget is None or not (several or shard):

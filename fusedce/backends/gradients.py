@@ -9,14 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.held import Call
-from fusedce.backends.plan import (
-    device_budget,
-    least_bytes,
-    least_bytes_of_divergence,
-    tiles_of,
-    way_of_divergence,
-)
+from fusedce.backends.plan import Call, device_budget, tiles_of, way_of
 from fusedce.contract.problem import Problem, Wanted, acc_dtype
 from fusedce.contract.task import Task
 
@@ -30,7 +23,7 @@ class Dtypes(NamedTuple):
 
 
 def of_inputs(problem: Problem) -> Dtypes:
-    """Gradients in the dtype of what they are of."""
+    """Gradients in the dtypes of their inputs."""
     return Dtypes(*[problem.hidden.dtype] * 3)
 
 
@@ -93,16 +86,10 @@ def call_of(
 def check_budget(problem: Problem, call: Call) -> None:
     """Raise ValueError where a pass over tokens, or its backward pass, exceeds the budget.
 
-    ``call`` is of all tokens and of the gradients that backward will be asked for. Backward leaves
-    out tokens whose gradient is 0; the Triton backend gathers the others then, which takes more.
+    ``call`` is of all tokens and of the gradients that backward will be asked for.
     """
-    if problem.memory_budget is None:
-        return
-    calls = [call]
-    if call.triton and call.n > 1 and call.train:
-        calls.append(call._replace(n=call.n - 1))
-    least = functools.partial(least_bytes, tiles=True)
-    tiles_of(max(calls, key=least), memory_budget=problem.memory_budget)
+    if problem.memory_budget is not None:
+        tiles_of(_of_backward(call), memory_budget=problem.memory_budget)
 
 
 def check_divergence_budget(task: Task) -> None:
@@ -115,11 +102,14 @@ def check_divergence_budget(task: Task) -> None:
         return
     n, triton = len(problem.labels), problem.backend == "triton"
     call = call_of(problem, wanted, n, waiting(problem), triton=triton)
-    size = divergence.teacher_size()
-    # Backward gathers the tokens that have a gradient, which may take more.
-    calls = [call._replace(n=few) for few in {max(n - 1, 0), n}]
-    largest = max(calls, key=lambda call: least_bytes_of_divergence(call, size))
-    way_of_divergence(largest, size, memory_budget=problem.memory_budget)
+    call = _of_backward(call).beside(divergence.teacher_size())
+    way_of(call, memory_budget=problem.memory_budget)
+
+
+def _of_backward(call: Call) -> Call:
+    """Backward leaves out tokens whose gradient is 0; the Triton backend gathers the others."""
+    gathers = call.triton and (call.hidden or call.weight or call.bias)
+    return call._replace(N=max(call.N, call.n + 1)) if gathers else call
 
 
 @functools.cache
@@ -128,6 +118,17 @@ def memory_of(device: torch.device) -> int | None:
     if device.type not in ("cuda", "xpu"):
         return None
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+
+
+class Summed(NamedTuple):
+    """A sum of losses, or the addends of one, and its gradients."""
+
+    loss: Tensor  # () fp32 or fp64; or (N,), 0 at positions left out
+    n_valid: Tensor  # () int64
+    factor: Tensor  # () dtype of loss: what the gradients are multiplied by
+    d_hidden: Tensor  # (N, H), or (0,) where not wanted; so the others
+    d_weight: Tensor
+    d_bias: Tensor
 
 
 class Gradients:
@@ -205,7 +206,7 @@ def add_rows(total: Tensor, y: Tensor, rows: Tensor) -> None:
 
 
 def _summed(y: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The different numbers of ``y (C,)``, sorted, and the sum of the ``rows (C, ...)`` of each."""
+    """The unique values of ``y (C,)``, sorted, and the sum of the ``rows (C, ...)`` of each."""
     unique, inverse = y.unique(return_inverse=True)
     summed = rows.new_zeros(len(unique), *rows.shape[1:])
     return unique, summed.index_put_((inverse,), rows, accumulate=True)  # (sorts first)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from fusedce.contract.explain import misplaced, not_a_tensor, not_dense
+from fusedce.contract.explain import misplaced, not_a_tensor
 from fusedce.contract.problem import FINITE, NUMBERS, RANGES, Problem, acc_dtype
 
 _LARGEST = torch.iinfo(torch.int64).max
@@ -76,7 +77,8 @@ def check_tensor_types(problem: Problem) -> None:
         if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):
             raise not_a_tensor(name, tensor)
         if tensor is not None and (tensor.is_nested or tensor.layout is not torch.strided):
-            raise not_dense(name, tensor)
+            kind = "a nested one" if tensor.is_nested else tensor.layout
+            raise TypeError(f"{name} must be a dense tensor, got {kind}")
 
 
 def autocast(problem: Problem) -> Problem:
@@ -221,6 +223,12 @@ def check_flag(name: str, value: bool) -> None:
         raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
 
 
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Raise a ValueError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
 def check_placed(tokens_sharded: bool, vocab_size: int | None, *, sharded: bool) -> None:
     """Check the arguments of a sharded vocabulary, which elsewhere must have their defaults."""
     check_flag("tokens_sharded", tokens_sharded)
@@ -333,7 +341,7 @@ def check_argmax_out(argmax_out: Tensor, problem: Problem) -> None:
 
 
 def check_memory_budget(memory_budget: int | None, chunk_tokens: int | None = None) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless one is ``None`` and the other a positive int."""
+    """Raise unless each is ``None`` or a positive int, and at most one of them is given."""
     if chunk_tokens is not None:
         check_int("chunk_tokens", chunk_tokens, "an int or None", 1)
     if memory_budget is not None:

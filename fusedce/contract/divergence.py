@@ -42,25 +42,14 @@ def forward_terms(log_q: Tensor, log_p: Tensor) -> Tensor:
     return (log_p.exp() + log_q.exp()) * (half * (tanh - 1) + tanh)
 
 
-class Teacher(NamedTuple):
-    """The head and the hidden states that a student is compared with."""
-
-    hidden: Tensor  # (N, H of the teacher)
-    weight: Tensor  # (V, H of the teacher)
-    projection: Projection
-
-
-_SAID = {"kind": "divergence"} | {x: x for x in ("beta", "temperature", "ce_weight")}
-
-
 class Divergence(NamedTuple):
     """The other distribution and the divergence: arguments of the operators after a `Problem`."""
 
-    hidden: Tensor | None = None  # (N, H of the teacher)
-    weight: Tensor | None = None  # (V, H of the teacher)
-    bias: Tensor | None = None  # (V,)
-    softcap: float | None = None
-    logit_scale: float = 1.0
+    teacher_hidden: Tensor | None = None  # (N, H of the teacher)
+    teacher_weight: Tensor | None = None  # (V, H of the teacher)
+    teacher_bias: Tensor | None = None  # (V,)
+    teacher_softcap: float | None = None
+    teacher_logit_scale: float = 1.0
     kind: str = FORWARD  # one of KINDS, or TARGETS
     beta: float = 0.5  # of "jsd", in (0, 1)
     temperature: float = 1.0
@@ -77,48 +66,40 @@ class Divergence(NamedTuple):
 
     def settings(self) -> dict[str, Any]:
         """Return the options that must be equal on all ranks of a sharded vocabulary."""
-        found: dict[str, Any] = {
-            _SAID.get(name, f"teacher_{name}"): x
-            for name, x in self._asdict().items()
-            if not isinstance(x, Tensor)
-        }
-        for name in ("hidden", "bias", "probabilities"):
-            x = getattr(self, name)
-            found |= {f"teacher_{name}.dtype": None if x is None else str(x.dtype)[6:]}
+        given = self._asdict()
+        found = {name: x for name, x in given.items() if not isinstance(x, Tensor)}
+        found["divergence"] = found.pop("kind")
+        for name in ("teacher_hidden", "teacher_bias", "probabilities"):
+            found[f"{name}.dtype"] = None if given[name] is None else str(given[name].dtype)[6:]
         return found | {"H of the teacher": self.teacher_size()}
 
     def student(self, problem: Problem) -> Projection:
         """The student's projection; its logits are divided by the temperature."""
-        return self._head(problem)
+        return self._over_temperature(Projection.of(problem))
 
-    def teacher(self) -> Teacher:
-        """The teacher, whose logits are divided by the temperature too."""
-        assert self.hidden is not None
-        assert self.weight is not None
-        return Teacher(self.hidden, self.weight, self._head(self))
+    def teacher(self) -> Projection:
+        """The teacher's projection, whose logits are divided by the temperature too."""
+        assert self.teacher_weight is not None
+        scale, softcap = self.teacher_logit_scale, self.teacher_softcap
+        given = Projection(self.teacher_weight, self.teacher_bias, scale, softcap)
+        return self._over_temperature(given)
 
-    def _head(self, of: Any) -> Projection:
-        """The projection of a problem or of this record, over the temperature: see `tempered`."""
-        bias, t = of.bias, self.temperature
+    def _over_temperature(self, head: Projection) -> Projection:
+        weight, bias, scale, softcap = head
         if bias is not None:
             bias = bias.detach().to(acc_dtype(bias.dtype))
             # With a scale below 0, -inf becomes a logit of +inf, whose loss must stay NaN.
-            bias = bias.clamp(min=-NEVER) if of.logit_scale > 0 else bias
-        softcap = None if of.softcap is None else of.softcap / t
-        return Projection(of.weight, bias, of.logit_scale / t, softcap)
+            bias = bias.clamp(min=-NEVER) if scale > 0 else bias
+        t = self.temperature
+        return Projection(weight, bias, scale / t, None if softcap is None else softcap / t)
 
     def teacher_size(self) -> int | None:
         """The teacher's H; ``None`` without a teacher."""
-        return None if self.weight is None else self.weight.shape[1]
+        return None if self.teacher_weight is None else self.teacher_weight.shape[1]
 
     def is_uneven(self) -> bool:
         """Whether "jsd" mixes in very little of one of the distributions."""
         return self.kind == JSD and not 0.1 <= self.beta <= 0.9
-
-    def given(self) -> Tensor:
-        """``(N, V)`` probabilities."""
-        assert self.probabilities is not None
-        return self.probabilities
 
 
 def checked_divergence(
@@ -143,10 +124,11 @@ def checked_divergence(
     if ce_weight and labels is None:
         raise ValueError("labels must be given with ce_weight: the cross-entropy is of them")
     check_tensor_types(problem)
-    hidden, weight = cast(Tensor, divergence.hidden), cast(Tensor, divergence.weight)
+    weight = cast(Tensor, divergence.teacher_weight)
     teacher = Problem(
-        hidden, weight, problem.labels, bias=divergence.bias, softcap=divergence.softcap,
-        logit_scale=divergence.logit_scale,
+        cast(Tensor, divergence.teacher_hidden), weight, problem.labels,
+        bias=divergence.teacher_bias, softcap=divergence.teacher_softcap,
+        logit_scale=divergence.teacher_logit_scale,
     )  # fmt: skip
     try:
         check_tensor_types(teacher)
@@ -170,11 +152,11 @@ def checked_divergence(
     check_device("teacher_hidden", teacher.hidden, problem.hidden)
     check_width("teacher_hidden", teacher.hidden, problem.hidden)
     return problem, divergence.but(
-        hidden=teacher.hidden.detach(),
-        weight=teacher.weight[:of_teacher].detach(),
-        bias=None if teacher.bias is None else teacher.bias[:of_teacher].detach(),
-        softcap=teacher.softcap,
-        logit_scale=teacher.logit_scale,
+        teacher_hidden=teacher.hidden.detach(),
+        teacher_weight=teacher.weight[:of_teacher].detach(),
+        teacher_bias=None if teacher.bias is None else teacher.bias[:of_teacher].detach(),
+        teacher_softcap=teacher.softcap,
+        teacher_logit_scale=teacher.logit_scale,
         kind=kind,
         beta=beta,
         temperature=temperature,

@@ -44,18 +44,11 @@ _THEIRS = {
     "nothing (no gradient is filtered)": "filter_eps",
 }
 _OURS = {name: ours for ours, names in _THEIRS.items() for name in names.split(", ")}
-_TWICE = (
-    ": it is the head's (V, H). Weights of classes are class_weight of fused_cross_entropy, those "
-    "of tokens are token_weight"
-)
 
 
 def explains_names(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function so that its ``TypeError`` for a wrong argument names the right one."""
-    parameters = inspect.signature(function).parameters
-    known = frozenset(parameters)
-    ordered = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    by_position = [name for name in ordered if name != "self"]
+    known = frozenset(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -65,18 +58,6 @@ def explains_names(function: Callable[P, R]) -> Callable[P, R]:
                 raise TypeError(
                     f"{function.__name__}() has no argument {name!r}: "
                     + (f"use {ours}" if ours else f"it has {', '.join(sorted(known))}")
-                )
-        if len(args) > len(ordered):
-            raise TypeError(
-                f"{function.__name__}() takes {', '.join(by_position)} by position, got "
-                f"{len(args) - len(ordered) + len(by_position)}: give the others by name, such as "
-                f"bias=..."
-            )
-        for name in ordered[: len(args)]:
-            if name in kwargs:
-                raise TypeError(
-                    f"{function.__name__}() got {name} twice, by position and by name"
-                    + (_TWICE if name == "weight" else "")
                 )
         return function(*args, **kwargs)
 
@@ -106,24 +87,12 @@ def not_a_tensor(name: str, given: object) -> TypeError:
         hint = f": pass torch.as_tensor({name})"
     elif isinstance(given, nn.Module) and isinstance(getattr(given, "weight", None), Tensor):
         hint = ": pass head.weight, and bias=head.bias where it has one"
-    elif hasattr(given, "last_hidden_state"):
-        hint = ": pass output.last_hidden_state"
-    elif hasattr(given, "hidden_states") or hasattr(given, "logits"):
+    elif any(hasattr(given, x) for x in ("last_hidden_state", "hidden_states", "logits")):
         hint = (
-            ": pass the hidden states, output.hidden_states[-1] of a model called with "
-            "output_hidden_states=True, or the output of the model without its head"
+            ": pass output.last_hidden_state of the model without its head, or "
+            "output.hidden_states[-1] of one called with output_hidden_states=True"
         )
     return TypeError(f"{name} must be a tensor, got {type(given).__name__}{hint}")
-
-
-def not_dense(name: str, given: Tensor) -> TypeError:
-    """The error for an argument ``name`` that is a sparse or nested tensor."""
-    if given.is_nested:
-        return TypeError(
-            f"{name} must be a dense tensor, got a nested one: pass {name}.to_padded_tensor(0.0) "
-            f"with labels of -100 at the padding, or {name}.values() of a jagged one"
-        )
-    return TypeError(f"{name} must be a dense tensor, got {given.layout}: pass {name}.to_dense()")
 
 
 def misplaced(problem: Problem) -> str:
@@ -142,17 +111,11 @@ def misplaced(problem: Problem) -> str:
     tokens = hidden[:-1]
     if hidden[-1:] != weight[1:] or len(tokens) == 0:
         return ""
-    if len(labels) == len(tokens) and labels[:-1] == tokens[:-1]:
-        if labels[-1] == tokens[-1] - 1:
-            return (
-                ". labels look cut, so that they are aligned with the next token: pass "
-                "fusedce.shift_labels(labels) of the uncut labels, or hidden[..., :-1, :]"
-            )
-        if labels[-1] == tokens[-1] + 1:
-            return (
-                ". hidden looks cut: pass labels[..., 1:], or the uncut hidden with "
-                "fusedce.shift_labels(labels)"
-            )
+    if labels[:-1] == tokens[:-1] and labels[-1:] in ((tokens[-1] - 1,), (tokens[-1] + 1,)):
+        return (
+            ". One of them looks cut, to align it with the next token: pass both uncut, with "
+            "fusedce.shift_labels(labels)"
+        )
     if math.prod(labels) == math.prod(tokens):
         return ". They have equally many positions: pass labels.reshape(hidden.shape[:-1])"
     return ""

@@ -99,19 +99,6 @@ class LossSum(NamedTuple):
             monitors["z_loss"] = scale(monitors["z_loss"]).detach().double().reshape(())
         return MonitoredLossSum.of(ScaledLossSum(scale(self.loss_sum), self.n_valid), monitors)
 
-    # ---- operations of a loss, which raise errors ---------------------------------------------
-
-    def backward(self, *_: object, **__: object) -> None:
-        """Raise ``TypeError``: a sum must be divided before it is differentiated."""
-        raise _no_loss("backward()")
-
-    def item(self) -> float:
-        """Raise ``TypeError``: a sum is not a loss per token."""
-        raise _no_loss("item()")
-
-    def __float__(self) -> float:
-        raise _no_loss("float()")
-
     def __getattr__(self, name: str) -> Any:
         if name in _OF_A_LOSS:
             raise AttributeError(f"a LossSum has no {name}. {_REMEDY}")
@@ -128,17 +115,34 @@ class LossSum(NamedTuple):
     def __hash__(self) -> int:
         return tuple.__hash__(self)
 
-    def __lt__(self, other: object) -> bool:
-        raise _no_loss("a comparison")
 
-    def __le__(self, other: object) -> bool:
-        return self < other
+_OF_A_LOSS = frozenset(("loss", "detach", "cpu", "requires_grad", "grad_fn", "isnan", "to"))
+_REMEDY = (
+    "It is a sum over n_valid tokens, which nothing has divided yet. Use .mean(), nats per token; "
+    "with gradient accumulation or several ranks, a fusedce.LossAccumulator divides by the tokens "
+    "of all of them"
+)
 
-    def __gt__(self, other: object) -> bool:
-        return self < other
 
-    def __ge__(self, other: object) -> bool:
-        return self < other
+def _no_loss(asked: str) -> TypeError:
+    return TypeError(f"{asked} is not defined for a LossSum. {_REMEDY}")
+
+
+def _refused(asked: str) -> Callable[..., Any]:
+    """A method that raises ``TypeError``."""
+
+    def method(*_: object, **__: object) -> Any:
+        raise _no_loss(asked)
+
+    return method
+
+
+# Operations of a loss: a sum must be divided before it is differentiated or compared.
+_NO_SUMS = {"backward": "backward()", "item": "item()", "__float__": "float()"}
+for _name in ("__lt__", "__le__", "__gt__", "__ge__"):
+    _NO_SUMS[_name] = "a comparison"
+for _name, _asked in _NO_SUMS.items():
+    setattr(LossSum, _name, _refused(_asked))
 
 
 class MonitoredLossSum(LossSum):
@@ -155,7 +159,7 @@ class MonitoredLossSum(LossSum):
 
     @staticmethod
     def of(out: LossSum, monitors: Mapping[str, Tensor]) -> MonitoredLossSum:
-        """``out`` with these sums beside it."""
+        """``out`` with these monitored sums."""
         made = (MonitoredLossSum if out.is_whole else ScaledLossSum)(*out)
         made.monitors = monitors
         return made
@@ -171,18 +175,6 @@ class ScaledLossSum(MonitoredLossSum):
     Its class says so, not an attribute: a pytree or a wrapper rebuilds a named tuple of its class
     and its two fields.
     """
-
-
-_OF_A_LOSS = frozenset(("loss", "detach", "cpu", "requires_grad", "grad_fn", "isnan", "to"))
-_REMEDY = (
-    "It is a sum over n_valid tokens, which nothing has divided yet. Use .mean(), nats per token; "
-    "with gradient accumulation or several ranks, a fusedce.LossAccumulator divides by the tokens "
-    "of all of them"
-)
-
-
-def _no_loss(asked: str) -> TypeError:
-    return TypeError(f"{asked} is not defined for a LossSum. {_REMEDY}")
 
 
 def _is_factor(x: object) -> bool:

@@ -47,7 +47,7 @@ _TRUSTED = ("aten", "prim", "prims", "fusedce")  # their schemas name all that i
 
 @functools.cache
 def facts_of(func: Any) -> Facts:
-    """What an operator's schema says of it."""
+    """Facts of an operator by its schema: what it writes, whether it returns a view."""
     arguments, returns = func._schema.arguments, func._schema.returns
     pure = func.namespace in _TRUSTED and func.overloadpacket is not aten.set_
     written = [
@@ -275,7 +275,7 @@ def _write(func: Any, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _watched(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Code asks for the gradient of these logits: the loss will compute it."""
+    """Note that code asks for the gradient of these logits: the loss then computes it."""
 
     def watch(x: LazyLogits) -> None:
         for product in x.expr.products:
@@ -286,7 +286,7 @@ def _watched(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _hooked(func: Any, x: LazyLogits, *args: Any) -> Any:
-    """Code may put a hook on the gradient: the loss will send a passenger there."""
+    """Note that code may hook the gradient: the loss then sends a passenger there."""
     for product in x.expr.products:
         product.hooked = True
     x.grad_fn  # noqa: B018  # after a write, torch crashes if the hook makes a view build its node

@@ -1,7 +1,7 @@
 """``F.cross_entropy`` of lazy logits: the fused loss of the head's inputs, and its gradient.
 
 A loss is fused if two witnesses agree on how the logits came about: the noted expression
-(:func:`_rows`), and the chain of autograd's nodes (:class:`_Chain`). Any other loss is torch's
+(:func:`_rows`), and the chain of autograd's nodes (:func:`_given`). Any other loss is torch's
 own, of real logits.
 
 The gradient goes one of three ways (:class:`Route`): straight to the head's inputs; along the

@@ -154,6 +154,9 @@ def model_loss(model: Any, batch: Mapping[str, Any]) -> LossSum:
     short batch more. Here the model's loss code runs unchanged, shift and ``ignore_index``
     included, and its cross-entropy divides by 1.
 
+    Examples:
+        >>> acc.backward(fusedce.model_loss(model, batch))  # doctest: +SKIP
+
     Args:
         model: called as it is, with DDP, FSDP or accelerate around it; before they wrap it, its
             head was replaced by :func:`fusedce.replace_loss_head`.
@@ -166,9 +169,6 @@ def model_loss(model: Any, batch: Mapping[str, Any]) -> LossSum:
         ValueError: the model's loss is not one fused cross-entropy with the mean over its tokens,
             or holds an auxiliary loss (MoE router).
         TypeError: ``batch`` is not a mapping.
-
-    Examples:
-        >>> acc.backward(fusedce.model_loss(model, batch))  # doctest: +SKIP
     """
     if not isinstance(batch, Mapping):
         raise TypeError(f"batch must be a mapping of tensors, got {type(batch).__name__}")

@@ -35,13 +35,12 @@ def replace_loss_head(
     computed. It returns lazy logits, on which the model's own loss code runs; real ones are
     computed, once, for code that looks at them. Losses, gradients, hooks, writes and checkpoints
     are those of the untouched model. The page of the replaced head says what is fused, what costs
-    as much as before, and what is refused; :func:`head_report` says it of a run. Use the logits of
-    a training step before ``optimizer.step()``.
+    as much as before, and what is refused; :func:`head_report` reports a run. Use the logits of a
+    training step before ``optimizer.step()``.
 
-    Where tensor parallelism shards the rows of the head's weight (``tp_plan="auto"`` of
-    transformers), the loss has the collectives of :func:`fusedce.sharded.sharded_ce`, and all ranks
-    of the mesh must look at logits together. A head that ``resize_token_embeddings``, an adapter of
-    PEFT or its removal has put in place is replaced at the next forward.
+    Examples:
+        >>> model = replace_loss_head(AutoModelForCausalLM.from_pretrained(name))
+        >>> model(input_ids=ids, labels=ids).loss.backward()
 
     Args:
         model: a causal language model of transformers, or any ``nn.Module`` that ends in a linear
@@ -61,9 +60,10 @@ def replace_loss_head(
         ValueError: no head was found or several; ``head`` is not a module of ``model``;
             ``memory_budget`` is not positive.
 
-    Examples:
-        >>> model = replace_loss_head(AutoModelForCausalLM.from_pretrained(name))
-        >>> model(input_ids=ids, labels=ids).loss.backward()
+    Where tensor parallelism shards the rows of the head's weight (``tp_plan="auto"`` of
+    transformers), the loss has the collectives of :func:`fusedce.sharded.sharded_ce`, and all ranks
+    of the mesh must look at logits together. A head that ``resize_token_embeddings``, an adapter of
+    PEFT or its removal has put in place is replaced at the next forward.
     """
     check_memory_budget(memory_budget)
     _check_model(model)

@@ -116,7 +116,7 @@ def fused_cross_entropy(
 
 
 def _reduced(task: Task, reduction: str, counted: Problem) -> Tensor:
-    """The sum of the losses, or their mean by the valid labels and weights of another problem."""
+    """The sum of the losses, or their mean, divided by the labels and weights of ``counted``."""
     problem = task.problem
     if reduction == "sum":
         return dispatch.loss_sum(task.but(problem=_as_it_is(problem)))[0].loss_sum
@@ -156,7 +156,7 @@ def _of_probabilities(problem: Problem, placed: Any, reduction: str) -> Tensor:
 
 
 def _as_it_is(problem: Problem) -> Problem:
-    """The problem of a sum that nobody divides, unless somebody has said what will come."""
+    """The problem with an expected upstream gradient of 1, unless another is expected."""
     if not torch.compiler.is_compiling() and expected() is not None:
         return problem
     one = problem.hidden.new_ones((), dtype=acc_dtype(problem.hidden.dtype))

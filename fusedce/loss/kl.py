@@ -140,13 +140,6 @@ def fused_kl_tokens(
     return tokens.own(dispatch.token_losses(task))[0].view(local_of(hidden).shape[:-1])
 
 
-# Arguments that are not the student's, and the fields of `Divergence` that hold them.
-_FIELDS = {
-    "divergence": "kind", "beta": "beta", "temperature": "temperature", "ce_weight": "ce_weight",
-    "teacher_bias": "bias", "teacher_softcap": "softcap", "teacher_logit_scale": "logit_scale",
-}  # fmt: skip
-
-
 def _asked(
     hidden: Tensor,
     weight: Tensor,
@@ -157,18 +150,18 @@ def _asked(
     tokens_sharded: bool = False,
     vocab_size: int | None = None,
     reduction: str = "sum",
+    divergence: str = "forward",
     **options: Any,
 ) -> tuple[Task, Tokens]:
     """Checked records of the arguments; without labels every position gets a valid one."""
-    of_teacher = {_FIELDS[name]: options.pop(name) for name in _FIELDS if name in options}
+    of_teacher = {name: options.pop(name) for name in Divergence._fields if name in options}
     student = Problem(hidden, weight, cast(Tensor, labels), **options)
     if labels is None and isinstance(hidden, Tensor):
         student = student.but(labels=no_labels(hidden), ignore_index=None)
-    divergence = Divergence(teacher_hidden, teacher_weight, **of_teacher)
+    given = Divergence(teacher_hidden, teacher_weight, kind=divergence, **of_teacher)
 
     def checked(here: Problem, shard: bool) -> tuple[Problem, Divergence]:
-        other = divergence.local() if shard else divergence
-        return checked_divergence(here, other, labels, shard=shard)
+        return checked_divergence(here, given.local() if shard else given, labels, shard=shard)
 
     placed = process_group, tokens_sharded, vocab_size
     return divergence_task(student, placed, reduction, checked)

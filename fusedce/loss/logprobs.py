@@ -157,6 +157,10 @@ def fused_argmax(
     Products are accumulated in float32 and compared as they are: classes that round to the same
     bfloat16 logit are told apart.
 
+    Examples:
+        >>> fused_argmax(torch.eye(3), torch.eye(3))
+        tensor([0, 1, 2])
+
     Args: as in :func:`fused_ce`.
 
     Returns:
@@ -165,10 +169,6 @@ def fused_argmax(
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`fused_ce`.
-
-    Examples:
-        >>> fused_argmax(torch.eye(3), torch.eye(3))
-        tensor([0, 1, 2])
     """
     problem = Problem(
         hidden, weight, no_labels(hidden), bias=bias, softcap=softcap, logit_scale=logit_scale,

@@ -22,6 +22,12 @@ class FusedLinearCrossEntropyLoss(nn.Module):
     The options are those of :func:`fusedce.fused_cross_entropy` and have its meanings; an option
     or argument under a peer's name is an error that says what ours is called.
 
+    Examples:
+        >>> loss = FusedLinearCrossEntropyLoss(ignore_index=0, label_smoothing=0.1)
+        >>> hidden, head = torch.randn(6, 16), torch.nn.Linear(16, 100)
+        >>> loss(head.weight, hidden, torch.randint(100, (6,)), head.bias).shape
+        torch.Size([])
+
     Args:
         ignore_index, softcap, logit_scale, label_smoothing, z_loss, class_weight, reduction,
             chunk_tokens, memory_budget, backend: as in :func:`fusedce.fused_cross_entropy`.
@@ -29,12 +35,6 @@ class FusedLinearCrossEntropyLoss(nn.Module):
 
     Raises:
         TypeError: an unknown option, which the message translates.
-
-    Examples:
-        >>> loss = FusedLinearCrossEntropyLoss(ignore_index=0, label_smoothing=0.1)
-        >>> hidden, head = torch.randn(6, 16), torch.nn.Linear(16, 100)
-        >>> loss(head.weight, hidden, torch.randint(100, (6,)), head.bias).shape
-        torch.Size([])
     """
 
     class_weight: Tensor | None
@@ -118,6 +118,12 @@ def linear_cross_entropy(
 ) -> Tensor:
     """:func:`fusedce.fused_cross_entropy` in the order of arguments of cut-cross-entropy.
 
+    Examples:
+        >>> hidden, weight = torch.randn(2, 5, 16), torch.randn(100, 16)
+        >>> tokens = torch.randint(100, (2, 5))
+        >>> linear_cross_entropy(hidden, weight, tokens, shift=1, reduction="none")[:, 0]
+        tensor([0., 0.])
+
     Args:
         shift: how many positions ahead of its hidden state a label stands: 0 for aligned labels;
             ``True`` or 1 for next-token prediction with labels that are the tokens themselves.
@@ -134,12 +140,6 @@ def linear_cross_entropy(
         TypeError, ValueError, RuntimeError: as :func:`fusedce.fused_cross_entropy`;
             ``ValueError`` also for a ``shift`` outside ``[0, T)``, or ``ignore_index=None`` with
             a shift (the last positions have no label).
-
-    Examples:
-        >>> hidden, weight = torch.randn(2, 5, 16), torch.randn(100, 16)
-        >>> tokens = torch.randint(100, (2, 5))
-        >>> linear_cross_entropy(hidden, weight, tokens, shift=1, reduction="none")[:, 0]
-        tensor([0., 0.])
     """
     if not isinstance(shift, int):
         raise TypeError(f"shift must be an int or a bool, got {type(shift).__name__}")

@@ -97,7 +97,7 @@ def reference_kl(
     token_weight: Tensor | None = None,  # (...)
     dtype: torch.dtype = torch.float64,
 ) -> LossSum:
-    """Sum over valid tokens of what :func:`fusedce.fused_kl` says, computed with all logits.
+    """Sum over valid tokens of the loss of :func:`fusedce.fused_kl`, computed with all logits.
 
     Differentiable by autograd. Memory ``16 * N * V`` bytes: for tests and documentation only.
 

@@ -155,15 +155,18 @@ def divergence_task(
 
     problem, shard, tokens = ready(problem, placed, DIVERGENCE, check)
     (divergence,), real = found, len(problem.weight)
-    hidden, weight, bias = divergence.hidden, divergence.weight, divergence.bias
+    hidden, weight, bias = divergence[:3]
     if hidden is not None and weight is not None:
-        bias = None if bias is None else bias[:real]
-        divergence = divergence.but(hidden=tokens.gather(hidden), weight=weight[:real], bias=bias)
+        divergence = divergence.but(
+            teacher_hidden=tokens.gather(hidden),
+            teacher_weight=weight[:real],
+            teacher_bias=None if bias is None else bias[:real],
+        )
     return Task(problem, divergence=divergence, shard=shard), tokens
 
 
 def no_labels(hidden: Any) -> Tensor:
-    """``(...)`` int64 zeros, placed as ``hidden (..., H)`` is; what no loss takes as it is."""
+    """``(...)`` int64 zeros, placed as ``hidden (..., H)``; a wrong ``hidden`` as it is."""
     if not isinstance(hidden, Tensor) or hidden.is_nested:
         return hidden
     if is_dtensor(hidden):

@@ -13,7 +13,6 @@ from fusedce.backends.plan import ROW_MULTIPLE, tiles_of
 from fusedce.backends.shards.agreement import TOPK
 from fusedce.backends.shards.collectives import all_gather
 from fusedce.backends.torch.logit_tiles import Logits, tiles
-from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import blocks_of, valid_rows
 from fusedce.contract.checks import check_int
 from fusedce.contract.explain import explains_names
@@ -122,11 +121,10 @@ def _found(
 
 def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor]:
     """``(N, k)`` log-probabilities and classes."""
-    head, products = Projection.of(problem), Products.of(problem.hidden)
-    V, logits = len(problem.weight), Logits(head, products)
-    top = problem.hidden.new_full((len(problem.labels), k), -torch.inf, dtype=head.acc)
+    V, logits = len(problem.weight), Logits(Projection.of(problem))
+    top = problem.hidden.new_full((len(problem.labels), k), -torch.inf, dtype=logits.head.acc)
     at = torch.full_like(top, V if shard is None else shard.V, dtype=torch.int64)
-    others = torch.full_like(top[:, 0], -torch.inf, dtype=torch.float64)
+    lses = torch.full_like(top[:, :1], -torch.inf, dtype=torch.float64)
     rows = valid_rows(problem, max(V, 1))[0]
     call = call_of(problem, Wanted(), len(rows))
     # a tile's rows, the largest of them, and what is compared with them
@@ -138,56 +136,47 @@ def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor
         tokens, step = tokens // _WIDER // ROW_MULTIPLE * ROW_MULTIPLE, step * _WIDER
     for block in blocks_of(rows, tokens):
         h = logits.operand(problem.hidden[block])
-        best, classes, rest = top[block], at[block], others[block]
+        best, classes, lse = top[block][:, :0], at[block][:, :0], lses[block]
         for begin, end in tiles(V, step):
             z = logits.tile(h, begin, end).t().contiguous()  # (R, v)
             if problem.temperature is not None:
                 z.div_(problem.temperature[block, None])
             values, found = _largest(z, min(k, end - begin))
-            z.scatter_(1, found[:, :1], -torch.inf)
-            rest = torch.logaddexp(rest, z.logsumexp(1).double())
-            rest = torch.logaddexp(rest, torch.minimum(best[:, 0], values[:, 0]).double())
-            classes = torch.cat([classes, found + begin], 1)
-            best, order = torch.cat([best, values], 1).sort(dim=1, descending=True, stable=True)
+            most = values[:, :1].clamp(min=torch.finfo(z.dtype).min)  # -inf - -inf is NaN
+            sums = z.sub_(most).exp_().sum(1, keepdim=True, dtype=torch.float64)
+            lse = torch.logaddexp(lse, most + sums.log())
+            best, classes = torch.cat([best, values], 1), torch.cat([classes, found + begin], 1)
+            best, order = best.sort(dim=1, descending=True, stable=True)
             best, classes = best[:, :k], classes.gather(1, order)[:, :k]
-        top[block], at[block], others[block] = best, classes, rest
+        width = best.shape[1]  # less than k in a small shard
+        top[block, :width], at[block, :width], lses[block] = best, classes, lse
     if shard is not None:
-        top, at, others = _over_ranks(top, at + shard.first, others, shard)
-    # The likeliest is exact at p -> 1; the rest, none beyond 1/2, follow from differences.
-    wide = top.double()
-    likeliest = -(others - wide[:, 0]).exp().log1p()
-    gap = (wide - wide[:, :1]).masked_fill(wide == -torch.inf, -torch.inf)
-    return (likeliest[:, None] + gap).to(top.dtype), at
+        top, at, lses = _over_ranks(top, at + shard.first, lses, shard)
+    return (top - lses).to(logits.head.acc), at
 
 
 def _largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` largest of each row of ``z (R, v)``, of equal ones the first, and their indices."""
     values, at = z.topk(min(k + 1, z.shape[1]), dim=1)
-    tied = values[:, k - 1] == values[:, -1]  # one that equals the least may be left out
-    at = at[:, :k]
-    if z.shape[1] > k and tied.any():
-        at[tied] = z[tied].sort(dim=1, descending=True, stable=True).indices[:, :k]
-    at = at.sort(dim=1).values
-    values, order = z.gather(1, at).sort(dim=1, descending=True, stable=True)
-    return values, at.gather(1, order)
+    tied = (values[:, 1:] == values[:, :-1]).any(1)
+    if tied.any():  # `topk` may take or order them in any way
+        at[tied] = z[tied].sort(dim=1, descending=True, stable=True).indices[:, : at.shape[1]]
+    return values[:, :k], at[:, :k]
 
 
 def _over_ranks(
-    top: Tensor, at: Tensor, others: Tensor, shard: Shard
+    top: Tensor, at: Tensor, lses: Tensor, shard: Shard
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Merge every rank's candidates. Collectives: one all-gather of ``2 k + 1`` float64 a token."""
     k = top.shape[1]
-    table = all_gather(torch.cat([top.double(), at.double(), others[:, None]], 1), shard.group)
-    table = table.view(-1, *top.shape[:1], 2 * k + 1)  # (ranks, N, 2 k + 1)
-    values, classes, rest = table.split([k, k, 1], 2)
-    firsts = values[..., 0].scatter(0, values[..., 0].argmax(0, keepdim=True), -torch.inf)
-    others = torch.cat([rest[..., 0], firsts]).logsumexp(0)
-    values, classes = (x.transpose(0, 1).flatten(1) for x in (values, classes))
-    # Candidates stand in the order of their classes; what fills up a small shard stands last.
-    empty = (classes >= shard.V).long().sort(dim=1, stable=True).indices
-    values, classes = values.gather(1, empty), classes.gather(1, empty)
-    values, order = values.sort(dim=1, descending=True, stable=True)
-    return values[:, :k].to(top.dtype), classes.gather(1, order)[:, :k].long(), others
+    table = all_gather(torch.cat([top.double(), at.double(), lses], 1), shard.group)
+    table = table.view(-1, len(top), 2 * k + 1).transpose(0, 1)  # (N, ranks, 2 k + 1)
+    values, classes, of_ranks = (x.flatten(1) for x in table.split([k, k, 1], 2))
+    # Of equal values the lowest class is first; what fills up a small shard has none, and is last.
+    classes, order = classes.sort(dim=1)
+    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+    classes = classes.gather(1, order)[:, :k].long()
+    return values[:, :k], classes, of_ranks.logsumexp(1, keepdim=True)
 
 
 def filtered_logprob(

@@ -120,22 +120,16 @@ def make_call(
         x.requires_grad_(mode == "train")
 
     @torch.set_grad_enabled(mode != "forward")
-    def call() -> None:
+    def run(hidden: Tensor, labels: Tensor, **options: Any) -> None:
         out = loss(hidden, weight, labels, **options)
-        if mode != "forward":
-            if out.requires_grad:  # a loss in chunks has done it
-                out.backward()
-            hidden.grad = weight.grad = None
+        if out.requires_grad:  # a loss in chunks has done it
+            out.backward()
+        hidden.grad = weight.grad = None
 
     # Libraries and thread pools that the first call of a process loads are not counted as memory.
     if name != COMPILED:  # which would compile twice
-        few = hidden.detach()[:16].clone().requires_grad_(hidden.requires_grad)
-        with torch.set_grad_enabled(mode != "forward"):
-            out = loss(few, weight, labels[:16])
-            if out.requires_grad:
-                out.backward()
-        weight.grad = None
-    return call
+        run(hidden.detach()[:16].clone().requires_grad_(hidden.requires_grad), labels[:16])
+    return functools.partial(run, hidden, labels, **options)
 
 
 def text(found: dict[str, Any]) -> str:
@@ -231,9 +225,7 @@ def bare_gemms(
 ) -> Callable[[], object]:
     """The products on the valid rows that every method needs, 2 N V H FLOPs each.
 
-    Args:
-        hidden, weight, labels: as for the losses.
-        mode: "forward": the logits; "train": both gradients too.
+    In the mode "forward" the logits, in "train" both gradients too.
     """
     h, w = hidden.detach()[labels != -100].clone(), weight.detach()
 

@@ -37,14 +37,25 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 def report() -> dict[str, Any]:
     """The findings of `fusedce doctor` as JSON values; ``"right"`` is the verdict."""
-    devices = [_device(device) for device in _devices()]
+    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
+    found = range(torch.accelerator.device_count())
+    devices: list[dict[str, Any]] = [
+        {
+            "device": str(device),
+            "name": _device_name(device),
+            "backends": _backend_lines(device),
+            "checks": [_check(device, dtype) for dtype in TOLERANCE],
+        }
+        for device in (torch.device("cpu"), *(torch.device(accelerator.type, i) for i in found))
+    ]
+    triton = "interpreted (TRITON_INTERPRET is set)" if INTERPRETED else "compiled, not interpreted"
     gemm = bf16_gemm()
     return {
         "fusedce": fusedce.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": [_version(name, *tested) for name, tested in TESTED.items()],
-        "triton_kernels": _triton(),
+        "triton_kernels": triton if TRITON_INSTALLED else "none, triton is not installed",
         "fast_bfloat16_on_cpu": None if gemm is None else gemm.name,
         "devices": devices,
         "right": all(c["right"] for d in devices for c in d["checks"]),
@@ -83,21 +94,6 @@ def _version(name: str, oldest: str, newest: str) -> dict[str, Any]:
     else:
         verdict = f"within what is tested, {oldest} to {newest}"
     return {"name": name, "version": version, "verdict": verdict}
-
-
-def _triton() -> str:
-    if not TRITON_INSTALLED:
-        return "none, triton is not installed"
-    return "interpreted (TRITON_INTERPRET is set)" if INTERPRETED else "compiled, not interpreted"
-
-
-def _device(device: torch.device) -> dict[str, Any]:
-    return {
-        "device": str(device),
-        "name": _device_name(device),
-        "backends": _backend_lines(device),
-        "checks": [_check(device, dtype) for dtype in TOLERANCE],
-    }
 
 
 def _check(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -151,15 +147,9 @@ def _backend_lines(device: torch.device) -> list[str]:
             why = f"not Triton: {reason}"
         groups.setdefault((backend, why), []).append(str(dtype).removeprefix("torch."))
     return [
-        f"{', '.join(dtypes)}: {backend} backend" + (f"; {why}" if why else "")
+        f"{', '.join(dtypes)}: {backend} backend; {why}"
         for (backend, why), dtypes in groups.items()
     ]
-
-
-def _devices() -> list[torch.device]:
-    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
-    found = range(torch.accelerator.device_count())
-    return [torch.device("cpu"), *(torch.device(accelerator.type, i) for i in found)]
 
 
 def _device_name(device: torch.device) -> str:

@@ -10,8 +10,15 @@ from __future__ import annotations
 import textwrap
 from typing import Any, NamedTuple
 
-from fusedce.backends.held import EXP_GEMM_H, ONE_CHUNK, TILES, Call
-from fusedce.backends.plan import device_budget, least_bytes, way_of
+from fusedce.backends.plan import (
+    EXP_GEMM_H,
+    ONE_CHUNK,
+    TILES,
+    Call,
+    device_budget,
+    least_bytes,
+    way_of,
+)
 from fusedce.tools import pairs, size, table
 from fusedce.tools.model_sizes import UserError, sizes
 
@@ -87,9 +94,9 @@ def call(N: int, H: int, V: int, b: int, device: Device | None) -> Call:
 
 
 def frontier(asked: Call) -> list[dict[str, Any]]:
-    """What rising budgets give: the least one, then each twice the one before.
+    """Ways that rising budgets allow: the least budget first, each twice the one before.
 
-    The last is the first in which all logits are one chunk.
+    The last one is the first way with all logits in one chunk.
     """
     budget, found = least_bytes(asked), list[dict[str, Any]]()
     while not found or found[-1]["way"] != ONE_CHUNK:

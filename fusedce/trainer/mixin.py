@@ -148,7 +148,9 @@ class FusedTrainerMixin:
         count = torch.zeros((), dtype=torch.int64, device=device)
         for batch in batch_samples:
             _mask_borders(batch)
-            count += _labels_of(batch, self._shift).ne(-100).sum().to(device)
+            labels = batch.get("shift_labels")
+            labels = batch["labels"][..., self._shift :] if labels is None else labels
+            count += labels.ne(-100).sum().to(device)
         self._declared = self._declared + count
         return self._sum_over_ranks(count)
 
@@ -310,16 +312,8 @@ def _is_trainer(kind: type) -> bool:
     return any(k.__module__.startswith("transformers.trainer") for k in kind.__mro__)
 
 
-# ---- settings and counts -------------------------------------------------------------------------
-
-
 def _refuse_other_settings(trainer: Any) -> None:
-    """Raise for settings that the mixin cannot honour.
-
-    Raises:
-        ValueError: a setting asks for another loss than the model's own.
-        RuntimeError: several GPUs in one process (``nn.DataParallel``).
-    """
+    """Raise for another loss than the model's own, and for several GPUs in one process."""
     settings = trainer.args
     loss_type = getattr(settings, "loss_type", None)
     found = {
@@ -351,14 +345,7 @@ def _refuse_other_settings(trainer: Any) -> None:
 
 
 def _check_counted(owner: type, n_tokens: int, declared: int, shift: int | None) -> None:
-    """Raise ``RuntimeError`` if the loss has counted other tokens than the labels hold.
-
-    Args:
-        owner: the class whose ``compute_loss`` runs.
-        n_tokens: tokens that the fused losses have counted since the last logging step.
-        declared: valid labels of the same batches after the shift.
-        shift: number of labels of a row that the model's loss leaves out.
-    """
+    """Raise an error unless the loss that ``owner`` computes has counted the tokens declared."""
     if not n_tokens and declared and owner.__name__ != "FusedTrainerMixin":
         raise RuntimeError(
             f"{owner.__name__}.compute_loss has not computed the model's loss through "
@@ -373,39 +360,22 @@ def _check_counted(owner: type, n_tokens: int, declared: int, shift: int | None)
         )
 
 
-# ---- batches: labels and packed documents --------------------------------------------------------
+def _mask_borders(batch: dict[str, Any]) -> None:
+    """Ignore, in place, the label that crosses the border between two packed documents.
 
-
-def _labels_of(batch: dict[str, Any], shift: int) -> Tensor:
-    """The labels of a batch after the shift of the model's loss."""
-    if "shift_labels" in batch:
-        return batch["shift_labels"]
-    return batch["labels"][..., shift:]
-
-
-def _document_starts(batch: dict[str, Any]) -> Tensor | None:
-    """First tokens of packed documents except a row's first: bool like the labels, or ``None``."""
+    In ``labels`` this is a document's first position, in ``shift_labels`` the position before it.
+    """
     labels = batch.get("labels", batch.get("shift_labels"))
     if "attention_mask" in batch or labels is None:
-        return None
+        return
     if (positions := batch.get("position_ids")) is not None and positions.shape == labels.shape:
         starts = positions == 0
     elif (cu_seqlens := batch.get("cu_seq_lens_q")) is not None and len(labels) == 1:
         starts = torch.zeros_like(labels, dtype=torch.bool)
         starts[0, cu_seqlens[:-1].long()] = True
     else:
-        return None
-    starts[:, 0] = False
-    return starts
-
-
-def _mask_borders(batch: dict[str, Any]) -> None:
-    """Ignore, in place, the label that crosses the border between two packed documents.
-
-    In ``labels`` this is a document's first position, in ``shift_labels`` the position before it.
-    """
-    if (starts := _document_starts(batch)) is None:
         return
+    starts[:, 0] = False  # the first document of a row crosses nothing
     for name, where in (("labels", starts), ("shift_labels", starts.roll(-1, 1))):
         if name in batch:
             batch[name] = batch[name].masked_fill(where, -100)

@@ -19,18 +19,32 @@ MONITORED = ("correct", "entropy")
 class TokenStats:
     """Statistics of a logging interval or an evaluation.
 
-    They are quotients of sums over all tokens and ranks; for TRL's SFTTrainer, which says them so
-    by itself, means over micro-batches of the quotients over ranks.
+    They are quotients of sums over all tokens and ranks. With TRL's SFTTrainer they are means over
+    micro-batches of the quotients over ranks, as in its own logs.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.sums: list[Tensor] = []  # (5,) float64 of each micro-batch: see sums_of
+        # TRL's SFTTrainer logs the statistics always
+        self.of_trl = hasattr(trainer, "_metrics") and hasattr(trainer, "_total_train_tokens")
+        # (5,) float64 of each micro-batch: valid tokens, correct tokens, entropy in nats, tokens
+        # that are no padding, auxiliary loss
+        self.sums: list[Tensor] = []
         self.n_tokens = 0  # tokens without padding, since the run began
 
     def add(self, observer: LossObserver, inputs: Mapping[str, Any], outputs: Any) -> None:
         """Add a micro-batch; this makes no collective."""
-        sums = sums_of(observer, inputs)
+        mask = inputs.get("attention_mask")
+        if mask is not None:
+            tokens = mask.sum()
+        else:
+            ids = next(inputs[k] for k in ("position_ids", "input_ids", "labels") if k in inputs)
+            tokens = torch.tensor(ids.numel(), device=ids.device)
+        sums = torch.zeros(5, dtype=torch.float64, device=tokens.device)
+        sums[3] += tokens
+        for (_, n_valid, _), monitors in zip(observer.losses, observer.monitors, strict=True):
+            found = (n_valid, monitors["correct"], monitors["entropy"])
+            sums[:3] += torch.stack([x.double() for x in found]).to(sums.device)
         if getattr(self.trainer, "aux_loss_enabled", False):
             sums[4] += outputs.aux_loss.detach().to(sums.device)
         self.sums.append(sums)
@@ -43,7 +57,7 @@ class TokenStats:
         if not self.sums:
             return {}
         trainer, by_batch = self.trainer, torch.stack(self.sums)
-        if not of_trl(trainer):
+        if not self.of_trl:
             by_batch = by_batch.sum(0, keepdim=True)
         # ranks of one tensor-parallel group hold the same tokens
         by_batch = trainer.accelerator.reduce(by_batch, "sum") / trainer._parallel_size("tp")
@@ -53,38 +67,14 @@ class TokenStats:
             "mean_token_accuracy": float((correct / n.clamp(min=1)).mean()),
             "entropy": float((entropy / n.clamp(min=1)).mean()),
         }
-        if of_trl(trainer) or not prefix:
+        if self.of_trl or not prefix:
             found["num_tokens"] = self.n_tokens if not prefix else trainer._train_stats.n_tokens
         if getattr(trainer, "aux_loss_enabled", False):
             found["aux_loss"] = float(aux.mean()) / trainer._n_ranks()
         return {f"{prefix}{name}": x for name, x in found.items()}
 
 
-def of_trl(trainer: Any) -> bool:
-    """Whether this is TRL's SFTTrainer, which always logs the statistics."""
-    return hasattr(trainer, "_metrics") and hasattr(trainer, "_total_train_tokens")
-
-
 def stats_of(trainer: Any) -> TokenStats | None:
     """The statistics that a trainer logs; ``None`` if it logs none."""
-    return TokenStats(trainer) if trainer.log_token_stats or of_trl(trainer) else None
-
-
-def sums_of(observer: LossObserver, inputs: Mapping[str, Any]) -> Tensor:
-    """Sums of a micro-batch, ``(5,)`` float64.
-
-    They are valid tokens, correct tokens, entropy in nats, tokens that are no padding, and 0 for an
-    auxiliary loss.
-    """
-    mask = inputs.get("attention_mask")
-    if mask is not None:
-        tokens = mask.sum()
-    else:
-        ids = next(inputs[k] for k in ("position_ids", "input_ids", "labels") if k in inputs)
-        tokens = torch.tensor(ids.numel(), device=ids.device)
-    sums = torch.zeros(5, dtype=torch.float64, device=tokens.device)
-    sums[3] += tokens
-    for (_, n_valid, _), monitors in zip(observer.losses, observer.monitors, strict=True):
-        found = (n_valid, monitors["correct"], monitors["entropy"])
-        sums[:3] += torch.stack([x.double() for x in found]).to(sums.device)
-    return sums
+    stats = TokenStats(trainer)
+    return stats if trainer.log_token_stats or stats.of_trl else None

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedce.backends import held, plan
+from fusedce.backends import plan
 from fusedce.backends.gradients import Gradients, of_inputs
-from fusedce.backends.held import CHUNKS, ONE_CHUNK, TILES, Call, MiB
+from fusedce.backends.plan import CHUNKS, ONE_CHUNK, TILES, Call, MiB
 from fusedce.backends.triton import archs
 from fusedce.contract.problem import Problem, Wanted
 
@@ -20,7 +20,7 @@ def test_one_chunk_beats_several_beside_an_accumulator_until_it_is_larger():
     assert plan.chunk_size(LLAMA) == 8192
     size = plan.chunk_size(LLAMA._replace(n=32768, N=32768))
     assert size % 128 == 0
-    assert size * 128256 * 2 <= held.DEVICE_BUDGET
+    assert size * 128256 * 2 <= plan.DEVICE_BUDGET
     assert plan.chunk_size(LLAMA, 7) == 7
 
 
@@ -38,7 +38,7 @@ def test_chunks_of_a_large_head_on_a_cpu_are_worth_adding_to_its_gradient():
 def test_given_probabilities_are_held_beside_a_chunk_and_a_teachers_hidden_states_are():
     """The Triton backend reads whole rows of them."""
     call = Call(100, 100, 5000, 64, element=4, logit=4, triton=True)
-    given, taught = plan.way_of_divergence(call, None), plan.way_of_divergence(call, 48)
+    given, taught = plan.way_of(call.beside(None)), plan.way_of(call.beside(48))
     assert given.held["probabilities of a chunk"] == given.tokens * 5000 * 4
     assert "probabilities of a chunk" not in taught.held
     assert taught.held["hidden states of the teacher"] == taught.tokens * 48 * 4
@@ -48,7 +48,7 @@ def test_given_probabilities_are_held_beside_a_chunk_and_a_teachers_hidden_state
 def test_a_chunk_and_its_products_are_bounded(vocabulary):
     """On a GPU; with a small vocabulary, tokens must not make up for it."""
     C = plan.chunk_size(LLAMA._replace(n=10**7, N=10**7, V=vocabulary))
-    assert C * vocabulary * 2 <= held.DEVICE_BUDGET
+    assert C * vocabulary * 2 <= plan.DEVICE_BUDGET
     assert (
         C <= 8192
     )  # a larger chunk makes the products no faster, and every row has buffers of its own
@@ -79,11 +79,11 @@ def test_a_large_device_has_larger_chunks(gib, budget):
 
 @given(st.integers(1, 40_000), st.integers(1, 300_000), st.integers(1, 16384))
 def test_rows_of_tiles_are_equal(C, V, H):
-    rows, T = held.tile_shape(C, V, H, min(1 << (V - 1).bit_length(), held.EXP_BLOCK_V))
+    rows, T = plan.tile_shape(C, V, H, min(1 << (V - 1).bit_length(), plan.EXP_BLOCK_V))
     parts = -(-C // rows)
     assert rows == C or rows % 128 == 0
     assert parts * rows - C < 128 * parts  # no part is smaller than the others by more
-    assert rows * T <= max(held.TILE_ELEMENTS[1], 128 * held.EXP_BLOCK_V)
+    assert rows * T <= max(plan.TILE_ELEMENTS[1], 128 * plan.EXP_BLOCK_V)
 
 
 def test_less_memory_takes_the_next_way():
@@ -117,10 +117,10 @@ def test_what_a_way_holds_fits_the_budget_and_more_is_never_slower(call, more):
     if way.name == CHUNKS:  # one chunk less would not fit
         step, chunks = call.limits.multiple, -(-call.n // way.tokens)
         larger = -(-call.n // (chunks - 1) // step) * step
-        bytes_ = held.chunked(call, larger, way.classes).bytes
+        bytes_ = plan.chunked(call, larger, way.classes).bytes
         assert bytes_ > budget or larger > plan._most_tokens(call)
     richer = plan.way_of(call, memory_budget=2 * budget)
-    assert held.WAYS.index(richer.name) <= held.WAYS.index(way.name)
+    assert plan.WAYS.index(richer.name) <= plan.WAYS.index(way.name)
     if richer.name == way.name == CHUNKS:
         assert richer.tokens >= way.tokens or richer.tokens >= plan.chunk_size(call)
 
@@ -142,12 +142,12 @@ def test_too_small_a_budget_says_the_least(call):
 def test_too_small_a_budget_for_a_divergence_says_the_least(call, teacher_H):
     """Fewer bytes make narrower tiles, with which all budgets above the least fit."""
     with pytest.raises(ValueError, match=r"memory_budget must be at least \d+ bytes") as said:
-        plan.way_of_divergence(call, teacher_H, memory_budget=1)
+        plan.way_of(call.beside(teacher_H), memory_budget=1)
     least = int(str(said.value).split("at least ")[1].split()[0])
     for budget in (least, least + 1, least * 9 // 8, least * 3 // 2, 2 * least):
-        assert plan.way_of_divergence(call, teacher_H, memory_budget=budget).bytes <= budget
+        assert plan.way_of(call.beside(teacher_H), memory_budget=budget).bytes <= budget
     with pytest.raises(ValueError, match=f"at least {least} bytes"):
-        plan.way_of_divergence(call, teacher_H, memory_budget=least - 1)
+        plan.way_of(call.beside(teacher_H), memory_budget=least - 1)
 
 
 @given(calls, st.integers(1, 50_000), st.integers(24, 34))

@@ -16,7 +16,7 @@ from support.compiled import (
 )
 
 import fusedce
-from fusedce.backends import held
+from fusedce.backends import plan
 from fusedce.backends.triton import training, vocab_tiles
 from fusedce.testing import Case, check
 
@@ -112,7 +112,7 @@ def small_tiles(monkeypatch):
     """Blocks of 16 tokens by tiles of 192 classes, so that there are several of both."""
 
     def way(call, **asked):
-        return held.by_tiles(call, 16, 192)
+        return plan.by_tiles(call, 16, 192)
 
     monkeypatch.setattr(training, "way_of", way)
     monkeypatch.setattr(vocab_tiles, "tiles_of", way)

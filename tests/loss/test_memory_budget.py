@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedce
 from fusedce import fused_ce, fused_cross_entropy, fused_kl_tokens, fused_logprobs
-from fusedce.backends import held, plan
+from fusedce.backends import plan
 from fusedce.backends.torch import products, stats_and_grads, training
 from fusedce.backends.triton import training as triton_training
 from fusedce.backends.triton import vocab_tiles
@@ -41,7 +41,7 @@ def taken(monkeypatch):
         names.append(plan.way_of(*args, **kwargs).name)
         return plan.way_of(*args, **kwargs)
 
-    monkeypatch.setattr(held, "SCRATCH_CPU", 0)
+    monkeypatch.setattr(plan, "SCRATCH_CPU", 0)
     for module in (training, triton_training):
         monkeypatch.setattr(module, "way_of", watched)
     return names
@@ -51,7 +51,7 @@ def tiles_alone(monkeypatch, R, T):
     """Make both backends take tiles of ``T`` classes for blocks of ``R`` tokens."""
 
     def way(call, **asked):
-        return held.by_tiles(call, R, T)
+        return plan.by_tiles(call, R, T)
 
     for module in (training, triton_training):
         monkeypatch.setattr(module, "way_of", way)
@@ -68,10 +68,10 @@ def tiles_alone(monkeypatch, R, T):
 )
 def test_any_budget_gives_what_the_reference_gives(case, more, loss):
     n = int(torch.Size(case.leading).numel())
-    call = held.Call(n, n, case.V, case.H, case.dtype.itemsize, 8, on_cpu=True, triton=False)
+    call = plan.Call(n, n, case.V, case.H, case.dtype.itemsize, 8, on_cpu=True, triton=False)
     least = 2 * plan.least_bytes(call) + 4 * case.V * case.H
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(held, "SCRATCH_CPU", 0)
+        patch.setattr(plan, "SCRATCH_CPU", 0)
         check(partial(loss, backend="torch", memory_budget=int(least * 2**more)), case)
 
 
@@ -164,7 +164,7 @@ def test_less_memory_takes_other_ways(taken):
     hidden.requires_grad_(), weight.requires_grad_()
     for budget in (10**8, 2 * 10**6, 3 * 10**5):
         fused_ce(hidden, weight, labels, memory_budget=budget)
-    assert taken == list(held.WAYS)
+    assert taken == list(plan.WAYS)
     with pytest.raises(ValueError, match=r"memory_budget must be at least \d+ bytes for 300 tok"):
         fused_ce(hidden, weight, labels, memory_budget=10**4)
 
@@ -209,7 +209,7 @@ LEAST = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_least_budget_of_an_error_has_room_for_both_passes(monkeypatch, name, backend, dtype):
     """Backward holds more, and Triton gathers the tokens where some have a gradient of 0."""
-    monkeypatch.setattr(held, "SCRATCH_CPU", 0)
+    monkeypatch.setattr(plan, "SCRATCH_CPU", 0)
     hidden, weight, labels, _ = Case((20,), 96, 100, dtype).tensors()
     leaves = hidden.requires_grad_(), weight.requires_grad_()
 
@@ -243,7 +243,7 @@ def test_a_frozen_weight_has_more_room(taken, monkeypatch):
     for frozen in (True, False):
         weight.requires_grad_(not frozen)
         fused_ce(hidden.requires_grad_(), weight, labels, memory_budget=1_000_000)
-    assert taken == [held.CHUNKS, held.TILES]
+    assert taken == [plan.CHUNKS, plan.TILES]
 
 
 def test_the_environment_says_the_default(taken, monkeypatch):
@@ -255,7 +255,7 @@ def test_the_environment_says_the_default(taken, monkeypatch):
     fused_ce(hidden, weight, labels, chunk_tokens=100)
     FusedLinearCrossEntropyLoss()(weight, hidden, labels)
     FusedLinearCrossEntropyLoss(memory_budget=10**8)(weight, hidden, labels)
-    assert taken == [held.TILES, held.ONE_CHUNK, held.CHUNKS, held.TILES, held.ONE_CHUNK]
+    assert taken == [plan.TILES, plan.ONE_CHUNK, plan.CHUNKS, plan.TILES, plan.ONE_CHUNK]
     monkeypatch.setenv("FUSEDCE_MEMORY_BUDGET", "64 MiB")
     with pytest.raises(ValueError, match=r"must be a whole number of bytes .* got '64 MiB'"):
         fused_ce(hidden, weight, labels)
@@ -314,7 +314,7 @@ def test_a_budget_inside_a_compiled_program(taken):
             got, torch.autograd.grad(loss(hidden, weight, labels), (hidden, weight))
         )
     assert counter.frame_count <= 3
-    assert held.TILES in taken
+    assert plan.TILES in taken
 
 
 def test_a_budget_of_fake_tensors():

@@ -42,7 +42,13 @@ def test_any_subset_triton_matches_the_reference(fn, case, chunk_tokens):
 
 OF_TENSORS = ("bias", "token_weight", "class_weight")
 VALUES = {name: values[-1] for name, values in NUMBERS.items()}
-VALUES |= {"softcap": 4.0, "logit_scale": -0.7, "label_smoothing": 0.2, "ignore_index": 3}
+VALUES |= {
+    "softcap": 4.0,
+    "logit_scale": -0.7,
+    "label_smoothing": 0.2,
+    "z_loss": 0.1,
+    "ignore_index": 3,
+}
 
 
 PAIRS = list(combinations(EVERY, 2))

@@ -13,7 +13,7 @@ from support.vocabulary import UNEQUAL, H, K, Largest, Layout, N, inputs, watche
 
 from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
 from fusedce.agreement import ALL_GATHER
-from fusedce.backends import held
+from fusedce.backends import plan
 from fusedce.backends.shards.agreement import LENGTH
 
 WORLDS = pytest.mark.parametrize("world", [2, 4])
@@ -114,7 +114,7 @@ def blocks(rank):
     local, _, _ = Layout({world: (64 // world,) * world}).held(inputs(64, n=200), rank)
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(held, "CPU", held.CPU._replace(block_tokens=64))
+        patch.setattr(plan, "CPU", plan.CPU._replace(block_tokens=64))
         for grad in (True, False):
             with torch.set_grad_enabled(grad), Largest(64 // world) as largest:
                 out = fused_ce(**local, process_group=dist.group.WORLD)
@@ -134,7 +134,7 @@ def budgets(backend, two, rank):
         "process_group": dist.group.WORLD,
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(held, "SCRATCH_CPU", 0)
+        patch.setattr(plan, "SCRATCH_CPU", 0)
         losses, grads = [], []
         for budget in two:
             loss = fused_ce(**x, backend=backend, memory_budget=budget).loss_sum

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fusedce.backends.choose import get_backend
-from fusedce.backends.shards import merge
+from fusedce.backends.shards import collectives
 from fusedce.backends.shards.tokens import OfShard
 from fusedce.backends.torch.rows import count_or_code
 from fusedce.backends.triton import archs
@@ -25,7 +25,7 @@ N, H, V = 12, 8, 10
 @pytest.fixture
 def alone(monkeypatch):
     monkeypatch.setattr(Shard, "group", None)
-    monkeypatch.setattr(merge, "all_gather", lambda x, group: torch.cat([x, x]))
+    monkeypatch.setattr(collectives, "all_gather", lambda x, group: torch.cat([x, x]))
 
 
 class Launched:

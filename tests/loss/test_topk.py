@@ -91,6 +91,7 @@ def test_of_equal_logits_the_first_classes_are_taken(tile):
 def test_a_sure_token_is_exact_and_infinities_are_torchs(tile):
     weight = torch.tensor([[20.0], [0.0], [-5.0], [-float("inf")]])
     found = fused_topk(torch.ones(1, 1), weight, 4)
+    assert found.index.tolist() == [[0, 1, 2, 3]]  # a logit of -inf has a class, too
     exact = weight.double().T.log_softmax(1)
     torch.testing.assert_close(found.logprob.double(), exact, rtol=1e-6, atol=0)  # -2.1e-9 first
     bad = fused_topk(torch.tensor([[float("nan")], [1.0]]), weight[:3], 2).logprob

@@ -36,18 +36,17 @@ def install(seed: int) -> None:
             _replace("aten", name, functools.partial(_in_another_order, a, b))
         if torch.backends.mkldnn.is_available():
             _replace("mkldnn", "_linear_pointwise", _linear_in_another_order)
-    products._call = _permuted(products._call)  # MKL's
-    onednn = products.ONEDNN
-    products.ONEDNN = onednn._replace(multiply=_permuted(onednn.multiply))
+    for name in ("MKL", "ONEDNN"):
+        gemm = getattr(products, name)
+        setattr(products, name, gemm._replace(multiply=_permuted(gemm.multiply)))
 
 
 def _permuted(multiply):
     """A product ``(..., a, b, out)`` of the library's, in another order."""
 
     @functools.wraps(multiply)
-    def call(*args, add=False):
-        *gemm, a, b, out = args
-        return multiply(*gemm, *shuffled(a, b), out, add=add)
+    def call(a, b, out, *, add=False):
+        return multiply(*shuffled(a, b), out, add=add)
 
     return call
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from fusedce import fused_ce, reference_ce
 from fusedce.backends.gradients import call_of, waiting
-from fusedce.backends.held import CHUNKS, ONE_CHUNK, TILES
-from fusedce.backends.plan import least_bytes, way_of
+from fusedce.backends.plan import CHUNKS, ONE_CHUNK, TILES, least_bytes, way_of
 from fusedce.contract.problem import Problem, Wanted
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "accuracy.md"

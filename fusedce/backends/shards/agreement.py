@@ -20,6 +20,7 @@ from fusedce.agreement import (
     device_for,
     differing,
     failure_of,
+    read,
     row,
     send,
     words_of,
@@ -174,7 +175,7 @@ def _meet(mine: Tensor, groups: list[dist.ProcessGroup]) -> list[Told]:
         with waiting_for_ranks(group):
             table, work = send(mine, group)
             work.wait()
-        told = table.read()
+        told = read(table)
         words = next((one.error for one in told if one.error), "")
         if not words and group is not groups[-1] and len({x.numbers[_LABELS] for x in told}) > 1:
             words = (

@@ -14,10 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fusedce.backends.choose import Backend
 from fusedce.backends.gradients import Dtypes, Gradients
-from fusedce.backends.protocol import Backend
-from fusedce.backends.shards.collectives import all_reduce
-from fusedce.backends.shards.merge import entropy_of, label_and_others, nll_and_lse, of_ranks
+from fusedce.backends.shards.collectives import (
+    all_reduce,
+    entropy_of,
+    label_and_others,
+    nll_and_lse,
+    of_ranks,
+)
 from fusedce.backends.torch.rows import used_tokens
 from fusedce.contract.objective import Stats, Upstream
 from fusedce.contract.problem import Problem, Wanted, acc_dtype

@@ -58,36 +58,40 @@ def cpu_has(name: str) -> bool:
 
 
 @functools.cache
-def library() -> tuple[Callable[..., None], Callable[..., None]] | None:
-    """oneDNN's kernel, and OpenMP's parallel region; ``None`` where torch does not export them."""
+def of_torch(name: str) -> Any | None:
+    """A function of the library that holds torch's operators of a CPU; ``None``: it has none."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        symbols = ctypes.CDLL(str(path))
-        kernel, parallel = getattr(symbols, _BRGEMM), symbols.GOMP_parallel
+        function = getattr(ctypes.CDLL(str(path)), name)
     except (OSError, AttributeError):
+        return None
+    function.restype = None
+    return function
+
+
+@functools.cache
+def library() -> tuple[Callable[..., None], Callable[..., None]] | None:
+    """oneDNN's kernel, and OpenMP's parallel region; ``None`` where torch does not export them."""
+    kernel, parallel = of_torch(_BRGEMM), of_torch("GOMP_parallel")
+    if kernel is None or parallel is None:
         return None
     size, flag, pointer = ctypes.c_int64, ctypes.c_bool, ctypes.c_void_p
     kernel.argtypes = [*[size] * 6, flag, pointer, pointer, pointer, flag]
     parallel.argtypes = [_TASK, pointer, ctypes.c_uint, ctypes.c_uint]
-    kernel.restype = parallel.restype = None
     return kernel, parallel
 
 
 def multiply(
     a: Tensor,  # (m, k) bf16
     b: Tensor,  # (k, n) bf16
-    out: Tensor,  # (m, n) fp32
+    out: Tensor,  # (m, n) fp32, contiguous
     *,
     add: bool = False,
-) -> Tensor:
+) -> None:
     """``out (+)= a @ b``."""
     if not usable():
         raise RuntimeError("oneDNN was switched off while a loss was computed")
-    (m, k), n = a.shape, b.shape[1]
-    if not m * n * k:
-        return out if add else out.zero_()
-    rows = out.stride(1) == 1 and out.stride(0) >= n
-    given = out if rows else out.new_empty(m, n).copy_(out)
+    k, n = b.shape
     step = min(_INNER, max(_PACKED // n // 64 * 64, 64))
     for first in range(0, k, step):
         some, others = a[:, first : first + step], b[first : first + step]
@@ -96,8 +100,7 @@ def multiply(
             others = torch.nn.functional.pad(others, (0, 0, 0, 1))
         if some.stride(1) != 1 or some.stride(0) < some.shape[1]:
             some = some.contiguous()
-        _multiply_packed(some, _packed(others), given, add=add or first > 0)
-    return out if given is out else out.copy_(given)
+        _multiply_packed(some, _packed(others), out, add=add or first > 0)
 
 
 def _packed(b: Tensor) -> Tensor:
@@ -115,13 +118,13 @@ def _multiply_packed(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
     columns_first = itertools.product(range(0, n, _COLUMNS), range(0, m, _ROWS))
     blocks = [(row, column) for column, row in columns_first]
     of_a, of_b, of_out = a.data_ptr(), b.data_ptr(), out.data_ptr()
-    stride_a, stride_out = a.stride(0), out.stride(0)
+    stride_a = a.stride(0)
 
     def block(row: int, column: int) -> None:
         kernel(
-            min(_ROWS, m - row), min(_COLUMNS, n - column), k, stride_a, n, stride_out, add,
+            min(_ROWS, m - row), min(_COLUMNS, n - column), k, stride_a, n, n, add,
             of_a + 2 * row * stride_a, of_b + 4 * column,
-            of_out + 4 * (row * stride_out + column), True,
+            of_out + 4 * (row * n + column), True,
         )  # fmt: skip
 
     threads = min(torch.get_num_threads(), len(blocks))

@@ -23,17 +23,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, call_of, waiting
-from fusedce.backends.held import Way, compared_classes
-from fusedce.backends.plan import way_of_divergence
-from fusedce.backends.protocol import Summed
-from fusedce.backends.shards.collectives import all_reduce, sharded_call
-from fusedce.backends.shards.merge import largest, nll_and_lse, of_ranks, sums
+from fusedce.backends.gradients import Gradients, Summed, call_of, waiting
+from fusedce.backends.plan import Way, compared_classes, way_of
+from fusedce.backends.shards.collectives import (
+    all_reduce,
+    largest,
+    nll_and_lse,
+    of_ranks,
+    sharded_call,
+    sums,
+)
 from fusedce.backends.torch.logit_tiles import Logits, Sums, TileStats, maxima, tiles, write_labels
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
@@ -68,16 +72,15 @@ def divergence_and_grads(task: Task) -> Summed:
     hidden, device = problem.hidden, problem.hidden.device
     products = Products.of(hidden)
     acc, gemm = products.acc, products.gradients
-    way = way_of_divergence(
-        call,
-        divergence.teacher_size(),
+    way = way_of(
+        call.beside(divergence.teacher_size()),
         chunk_tokens=problem.chunk_tokens,
         memory_budget=problem.memory_budget,
     )
     parts = chunks_of(rows, way.tokens)
     grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=len(parts))
     compared = (_ToTargets if divergence.kind == TARGETS else _ToTeacher)(
-        problem, divergence, way, compared_classes(call, way), shard
+        problem, divergence, way, compared_classes(call, way.tokens, way.classes), shard
     )
     factor = expected_upstream(problem, n_valid)
     outer = problem.logit_scale / divergence.temperature * factor.double()
@@ -111,7 +114,7 @@ def divergence_and_grads(task: Task) -> Summed:
 
 
 class _Lse(NamedTuple):
-    """A log-sum-exp in two numbers of the logits' dtype: large logits lose nothing by it."""
+    """A log-sum-exp as two numbers of the logits' dtype, exact for large logits."""
 
     high: Tensor  # (C,)
     low: Tensor
@@ -146,7 +149,7 @@ class _Compared:
         self.problem, self.divergence, self.shard = problem, divergence, shard
         self.classes, self.tokens, self.step = way.classes, way.tokens, step
         self.student = divergence.student(problem)
-        self.logits = Logits(self.student, Products.of(problem.hidden))
+        self.logits = Logits(self.student)
         self.of_student = self.buffer(len(problem.weight))
         self.scratch = self.buffer(step), self.buffer(step)
 
@@ -158,7 +161,10 @@ class _Compared:
     def all(self, logits: Logits, h: Tensor, out: Tensor) -> Tensor:
         """``(V, C)`` logits of a head."""
         V, C = len(self.problem.weight), len(h)
-        return logits.all(h, self.classes, out[: V * C].view(V, C))
+        out, operand = out[: V * C].view(V, C), logits.operand(h)
+        for begin, end in tiles(V, self.classes):
+            logits.tile(operand, begin, end, out=out[begin:end])
+        return out
 
     def small(self, *whole: Tensor) -> Iterator[tuple[Any, ...]]:
         """Tiles of ``whole (V, C)``: the first class, the rows of each, and two of scratch."""
@@ -197,13 +203,14 @@ class _ToTeacher(_Compared):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.teacher = self.divergence.teacher()
-        self.teachers = Logits(self.teacher.projection, Products.of(self.teacher.hidden))
+        self.teacher_hidden = cast(Tensor, self.divergence.teacher_hidden)
+        self.teachers = Logits(self.teacher)
         self.of_teacher = self.buffer(len(self.problem.weight))
 
     def __call__(self, h: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:
         divergence, shard, dtype = self.divergence, self.shard, h.dtype
         s = self.all(self.logits, h, self.of_student)
-        t = self.all(self.teachers, self.teacher.hidden[chunk], self.of_teacher)
+        t = self.all(self.teachers, self.teacher_hidden[chunk], self.of_teacher)
         y = self.problem.labels[chunk].long() - (0 if shard is None else shard.first)
         stats = TileStats(y, dtype) if divergence.ce_weight else None  # at temperature 1
         of_student, of_teacher = Sums(), Sums()
@@ -238,11 +245,11 @@ class _ToTeacher(_Compared):
         return kl + divergence.ce_weight * of_label[0] if of_label else kl, s
 
     def _impossible(self, s: Tensor, t: Tensor, lse: Tensor, lse_t: Tensor) -> Tensor:
-        """``(C,)``: infinite where a bias of -inf excludes what the other head may give, else 0.
+        """``(C,)``: inf where a bias of -inf excludes a class that the other head allows, else 0.
 
         The walk takes -inf for a large number, times which a small probability would be finite.
         """
-        head, (other, z, norm) = self.student, (self.teacher.projection, t, lse_t)
+        head, (other, z, norm) = self.student, (self.teacher, t, lse_t)
         if self.divergence.kind == REVERSE:
             head, other, z, norm = other, head, s, lse
         found = torch.zeros_like(lse)
@@ -257,7 +264,7 @@ class _ToTeacher(_Compared):
         return found
 
     def _of_ce(self, s: Tensor, y: Tensor, begin: int, nll: Tensor, lse: Tensor) -> Tensor:
-        """``(v, C)``: the gradient of the label's cross-entropy, of a tile of logits."""
+        """``(v, C)``: gradient of the label's cross-entropy by a tile of logits."""
         temperature = self.divergence.temperature
         g = _Lse.of(lse, s.dtype).taken_from(torch.mul(s, temperature)).exp_()
         write_labels(g, y, begin, (-nll).expm1().to(g.dtype))
@@ -348,7 +355,8 @@ class _ToTargets(_Compared):
 
     def _weighed(self, chunk: Tensor, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         """``(C, v)`` of a tile: class weights times smoothed probabilities."""
-        t = self.divergence.given()[:, begin:end].index_select(0, chunk).to(dtype)
+        given = cast(Tensor, self.divergence.probabilities)[:, begin:end]
+        t = given.index_select(0, chunk).to(dtype)
         if smoothing := self.problem.label_smoothing:
             V = len(self.problem.weight) if self.shard is None else self.shard.V
             t.mul_(1 - smoothing).add_(smoothing / V)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fusedce.backends.held import Way
+from fusedce.backends.plan import Way
 from fusedce.backends.torch.products import Products
 from fusedce.contract.problem import Projection
 
@@ -49,8 +49,8 @@ def write_labels(tile: Tensor, y: Tensor, begin: int, value: Tensor | float) -> 
 class Logits:
     """Logits of a head, tile by tile, in memory that every tile uses again."""
 
-    def __init__(self, head: Projection, products: Products) -> None:
-        self.head, self.products = head, products
+    def __init__(self, head: Projection) -> None:
+        self.head, self.products = head, Products.of(head.weight)
         self._z = self._w = head.weight.new_empty(0, dtype=head.acc)
         self._widened = (0, 0)  # the rows that are in `_w`
 
@@ -62,13 +62,6 @@ class Logits:
         """``(v, C)`` logits of classes ``begin`` to ``end``, in ``out`` or until the next tile."""
         w = self.rows(begin, end, self.products.logits)
         return self.finished(self._product(w, h, out), slice(begin, end))
-
-    def all(self, h: Tensor, step: int, out: Tensor) -> Tensor:
-        """``(V, C)`` logits of hidden states ``h (C, H)`` in ``out``, by tiles of ``step``."""
-        operand = self.operand(h)
-        for begin, end in tiles(len(out), step):
-            self.tile(operand, begin, end, out=out[begin:end])
-        return out
 
     def step(self, way: Way) -> int:
         """Classes of a tile: those of the plan, or fewer, so that its logits stay in the cache."""

@@ -21,7 +21,7 @@ Products of bfloat16 have float32 results: one that is rounded before the labels
 away from it leaves the rounding error of a larger number. Only a weight's gradient that waits in
 bfloat16 (see ``waiting``) is written in it, but for the labels' rows.
 
-On a CPU, products of widened operands have full precision whatever
+On a CPU, products of widened operands have full precision (float64 under "medium") whatever
 ``torch.set_float32_matmul_precision`` says: the user's float32 inputs follow it, as in
 ``F.linear``, and bfloat16 and float16 ones do not. On CUDA "high" rounds float16's gradients of
 logits to TF32, whose eleven bits eager's gradients in float16 have as well.
@@ -35,7 +35,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -73,22 +72,27 @@ class Products(NamedTuple):
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
         """``out = a @ b``, or ``out += a @ b``: (m, k), (k, n), (m, n).
 
-        ``a`` and ``b`` are of one dtype, ``out`` of the same, of ``acc`` or of the inputs'.
+        ``a`` and ``b`` are of one dtype, ``out`` of the same, of ``acc`` or of the inputs'. It is
+        contiguous: rows of a buffer.
         """
         widened = self.inputs != a.dtype == self.acc and out.is_cpu
-        if a.dtype == out.dtype:
-            if widened:
-                return _full_precision(a, b, out, add=add)
+        doubled = widened and _reduced_precision()  # no setting reaches float64
+        if a.dtype == out.dtype and not doubled:
             return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
         gemm = bf16_gemm() if a.dtype == torch.bfloat16 and out.is_cpu else None
         if gemm is not None:
-            return gemm.multiply(a, b, out, add=add)
+            assert out.is_contiguous()
+            if not a.numel() * b.numel():
+                return out if add else out.zero_()
+            gemm.multiply(a, b, out, add=add)
+            return out
+        b = b.double() if doubled else b
         step = max(_BLOCK // max(b.shape[1], 1), 1)
         for rows, some in zip(a.split(step), out.split(step), strict=True):
-            if widened:
-                product = _full_precision(rows, b, rows.new_empty(len(rows), b.shape[1]))
+            if out.is_cuda:
+                product = torch.mm(rows, b, out.dtype)
             else:
-                product = torch.mm(rows, b, out.dtype) if out.is_cuda else torch.mm(rows, b)
+                product = torch.mm(rows.to(b.dtype), b)
             if add:
                 some.add_(product)
             else:
@@ -102,15 +106,17 @@ class Products(NamedTuple):
         more parts. The gradients of float32 would show oneDNN's 1.5 to 2 times the error, while
         of bfloat16 it is far below the rounding.
         """
-        widened = self.inputs == torch.bfloat16 and self.logits == self.acc
-        return widened and w.is_cpu and _mkl_beside_onednn()
+        widened = self.inputs == torch.bfloat16 and self.logits == self.acc and w.is_cpu
+        onednn = torch.backends.mkldnn
+        both = onednn.is_available() and torch.backends.mkl.is_available()
+        return widened and both and bool(onednn.enabled)
 
 
 class Bf16(NamedTuple):
     """A product of bf16 matrices with a float32 result."""
 
     name: str
-    multiply: Callable[..., Tensor]  # (a, b, out, add=False)
+    multiply: Callable[..., None]  # (a, b, out, add=False), of contiguous out
 
 
 def bf16_gemm() -> Bf16 | None:
@@ -124,10 +130,42 @@ def bf16_gemm() -> Bf16 | None:
     return _checked(ONEDNN) if brgemm.usable() else None
 
 
-def _by_mkl(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
-    gemm = _blas("gemm_bf16bf16f32")
+def _by_mkl(
+    a: Tensor,  # (m, k)
+    b: Tensor,  # (k, n)
+    out: Tensor,  # (m, n) fp32
+    *,
+    add: bool = False,
+) -> None:
+    """``out (+)= a @ b``, as Fortran sees it: ``out.T (+)= b.T @ a.T``.
+
+    The Fortran form takes pointers to its integers: on a little-endian machine 64-bit ones are read
+    right by libraries with 32-bit and with 64-bit integers. The call lets other threads run.
+    """
+    gemm, (m, k), n = _gemm_of_mkl(), a.shape, b.shape[1]
     assert gemm is not None
-    return _call(gemm, a, b, out, add=add)
+    (of_a, a, stride_a), (of_b, b, stride_b) = _by_rows(a), _by_rows(b)
+    integer, real = ctypes.c_int64, ctypes.c_float
+    gemm(
+        of_b, of_a, *(ctypes.byref(integer(x)) for x in (n, m, k)), ctypes.byref(real(1)),
+        ctypes.c_void_p(b.data_ptr()), ctypes.byref(integer(stride_b)),
+        ctypes.c_void_p(a.data_ptr()), ctypes.byref(integer(stride_a)),
+        ctypes.byref(real(1 if add else 0)),
+        ctypes.c_void_p(out.data_ptr()), ctypes.byref(integer(n)),
+    )  # fmt: skip
+
+
+def _gemm_of_mkl() -> Callable[..., None] | None:
+    return brgemm.of_torch("gemm_bf16bf16f32_") if sys.byteorder == "little" else None
+
+
+def _by_rows(x: Tensor) -> tuple[bytes, Tensor, int]:
+    """A matrix whose rows, or whose columns (``T``), have neighbouring elements; its stride."""
+    for letter, y in ((b"N", x), (b"T", x.t())):
+        if y.stride(1) == 1 and y.stride(0) >= y.shape[1]:
+            return letter, x, y.stride(0)
+    x = x.contiguous()
+    return b"N", x, max(x.stride(0), x.shape[1])
 
 
 MKL = Bf16("MKL's gemm_bf16bf16f32 (AMX)", _by_mkl)
@@ -137,7 +175,7 @@ ONEDNN = Bf16("oneDNN's brgemm (AVX512_BF16)", brgemm.multiply)
 @functools.cache
 def _checked(gemm: Bf16) -> Bf16 | None:
     """The product, if it is there and right."""
-    if gemm is MKL and _blas("gemm_bf16bf16f32") is None:
+    if gemm is MKL and _gemm_of_mkl() is None:
         return None
     # A user's default dtype and device are not those of the library.
     cpu: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
@@ -160,82 +198,9 @@ def _amx_for_mkl() -> bool:
     return all(re.fullmatch(r"|AUTO|AVX512_E[4-9]", limit.strip().upper()) for limit in limits)
 
 
-def _mkl_beside_onednn() -> bool:
-    """Whether `torch.mm` asks MKL where oneDNN could be asked."""
-    onednn = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
-    return onednn and torch.backends.mkl.is_available()
-
-
-# ---- BLAS itself ------------------------------------------------------------------------------
-
-
-def _full_precision(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
-    """Multiply float32 matrices where `torch.mm` may round its operands to bfloat16 first."""
-    gemm = _blas("sgemm")
-    if gemm is not None:
-        return _call(gemm, a, b, out, add=add)
-    if _reduced_precision():  # in float64: no setting reaches it
-        product = torch.mm(a.double(), b.double())
-        return out.add_(product) if add else out.copy_(product)
-    return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
-
-
 def _reduced_precision() -> bool:
     """Whether the user lets float32 products of a CPU round their operands."""
     matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
     if hasattr(matmul, "fp32_precision"):
         return matmul.fp32_precision not in ("none", "ieee")
     return torch.get_float32_matmul_precision() == "medium"
-
-
-@functools.cache
-def _blas(name: str) -> Callable[..., None] | None:
-    """A product of the BLAS library that torch is linked to, in its Fortran form; or ``None``.
-
-    That form takes pointers to its integers: on a little-endian machine 64-bit ones are read right
-    by libraries with 32-bit and with 64-bit integers. The call lets other threads run.
-    """
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    if sys.byteorder != "little" or not library.exists():
-        return None
-    try:
-        function: Callable[..., None] = getattr(ctypes.CDLL(str(library)), name + "_")
-    except (OSError, AttributeError):
-        return None
-    function.restype = None  # type: ignore[attr-defined]
-    return function
-
-
-def _call(
-    gemm: Callable[..., None],
-    a: Tensor,  # (m, k)
-    b: Tensor,  # (k, n)
-    out: Tensor,  # (m, n) fp32, rows of neighbours
-    *,
-    add: bool = False,
-) -> Tensor:
-    """``out (+)= a @ b``, as Fortran sees it: ``out.T (+)= b.T @ a.T``."""
-    (m, k), n = a.shape, b.shape[1]
-    if not m * n * k:
-        return out if add else out.zero_()
-    rows = out.stride(1) == 1 and out.stride(0) >= n
-    given = out if rows else out.new_empty(m, n).copy_(out)
-    (of_a, a, stride_a), (of_b, b, stride_b) = _by_rows(a), _by_rows(b)
-    integer, real = ctypes.c_int64, ctypes.c_float
-    gemm(
-        of_b, of_a, *(ctypes.byref(integer(x)) for x in (n, m, k)), ctypes.byref(real(1)),
-        ctypes.c_void_p(b.data_ptr()), ctypes.byref(integer(stride_b)),
-        ctypes.c_void_p(a.data_ptr()), ctypes.byref(integer(stride_a)),
-        ctypes.byref(real(1 if add else 0)),
-        ctypes.c_void_p(given.data_ptr()), ctypes.byref(integer(given.stride(0))),
-    )  # fmt: skip
-    return out if given is out else out.copy_(given)
-
-
-def _by_rows(x: Tensor) -> tuple[bytes, Tensor, int]:
-    """A matrix whose rows, or whose columns (``T``), have neighbouring elements; its stride."""
-    for letter, y in ((b"N", x), (b"T", x.t())):
-        if y.stride(1) == 1 and y.stride(0) >= y.shape[1]:
-            return letter, x, y.stride(0)
-    x = x.contiguous()
-    return b"N", x, max(x.stride(0), x.shape[1])

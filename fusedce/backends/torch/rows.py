@@ -1,4 +1,4 @@
-"""Which rows count."""
+"""Selection of the tokens that count, and their division into chunks and blocks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def count_or_code(labels: Tensor, valid: Tensor, bad: Tensor) -> Tensor:
 def valid_rows(problem: Problem, V: int | None = None) -> tuple[Tensor, Tensor]:
     """Positions of :func:`used_tokens`; the number of tokens with a label to predict.
 
-    ``V`` where it is not the number of rows of ``weight``. Waits for the device.
+    ``V``: the number of classes, where it is not that of the rows of ``weight``. Waits for the
+    device.
     """
     used, n_valid = used_tokens(problem, problem.weight.shape[0] if V is None else V)
     return used.nonzero()[:, 0], n_valid

@@ -12,7 +12,7 @@ what it adds to both gradients is added in float32.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,9 @@ from torch import Tensor
 from fusedce.backends.gradients import Dtypes, Gradients, add_rows, call_of, check_budget
 from fusedce.backends.plan import tiles_of
 from fusedce.backends.torch.logit_tiles import Logits, TileStats, label_entry, tiles, write_labels
-from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import Rows, blocks_of, valid_rows
 from fusedce.contract.objective import Stats, Upstream
-from fusedce.contract.problem import Problem, Projection, Wanted
+from fusedce.contract.problem import Problem, Projection, Wanted, acc_dtype
 
 _LOWEST = -1e4  # nats: a probability of 0, in float64 too
 
@@ -32,8 +31,8 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
     """One pass over the logits; holds one tile of them."""
     N, V = len(problem.labels), problem.weight.shape[0]
     rows, n_valid = valid_rows(problem)
-    head = Projection.of(problem)
-    logits = Logits(head, Products.of(problem.hidden))
+    logits = Logits(Projection.of(problem))
+    head = logits.head
     device = problem.hidden.device
 
     def out(wanted: bool) -> Tensor:
@@ -83,8 +82,8 @@ def token_grads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The wanted gradients, from logits computed anew; holds one tile of them."""
     V, H = problem.weight.shape
-    products = Products.of(problem.hidden)
-    logits = Logits(Projection.of(problem), products)
+    logits = Logits(Projection.of(problem))
+    products = logits.products
     acc, gemm = products.acc, products.gradients
     rows = (problem.valid() & upstream.used).nonzero()[:, 0]
     way = tiles_of(
@@ -116,7 +115,12 @@ def token_grads(
             if grads.hidden is not None:
                 w = logits.rows(begin, end, gemm)
                 of_labels = w[y] * entries
-                _add_to_rows(products, grads.hidden, block.rows, g, w, tokens, of_labels)
+                if isinstance(block.rows, slice):
+                    products(g.t(), w, grads.hidden[block.rows], add=True)[tokens] += of_labels
+                else:
+                    added = torch.empty_like(hidden, dtype=acc)
+                    products(g.t(), w, added)[tokens] += of_labels
+                    grads.hidden.index_add_(0, block.rows, added)  # (some rows are there twice)
             if d_weight is not None:
                 products(g, hidden.to(gemm), d_weight, add=number > 0)
                 add_rows(d_weight, y, hidden[tokens] * entries)
@@ -131,43 +135,27 @@ class _Block(NamedTuple):
     rows: Rows
     y: Tensor  # labels; those of no row have no entry
     lse: Tensor
-    alpha: Tensor  # as in Upstream, in the dtype of logits
-    beta: Tensor | None
-    gamma: Tensor | None
-    at_label: Tensor
+    by: Upstream  # of these tokens, in the dtype of logits; of further classes (K, R)
     temperature: Tensor | None
-    classes: Tensor | None  # (K, R) further classes, -1 for none
-    at_classes: Tensor | None  # (K, R) more of their gradient, by their products
 
     @classmethod
     def of(cls, problem: Problem, rows: Rows, lse: Tensor, upstream: Upstream) -> _Block:
         """``rows`` that repeat the one before them (see `blocks_of`) have factors of 0."""
-        head = Projection.of(problem)
-        again = None
+        acc, again = acc_dtype(problem.hidden.dtype), None
         if isinstance(rows, Tensor):
             again = torch.zeros_like(rows, dtype=torch.bool)
             again[1:] = rows[1:] == rows[:-1]
 
-        def factor(x: Tensor | None) -> Tensor | None:
-            if x is None:
-                return None
-            x = x[rows].t().to(head.acc)
+        def factor(x: Tensor | None) -> Any:
+            if x is None or not x.is_floating_point():
+                return x if x is None else x[rows].t()
+            x = x[rows].t().to(acc)
             return x if again is None else x.masked_fill_(again, 0)
 
-        temperature = problem.temperature
-        classes = upstream.classes
-        return cls(
-            rows,
-            problem.labels[rows].long(),
-            lse[rows].to(head.acc),
-            factor(upstream.alpha),  # type: ignore[arg-type]
-            factor(upstream.beta),
-            factor(upstream.gamma),
-            factor(upstream.at_label),  # type: ignore[arg-type]
-            None if temperature is None else temperature[rows],
-            None if classes is None else classes[rows].t(),
-            factor(upstream.at_classes),
-        )
+        y, temperature = problem.labels[rows].long(), problem.temperature
+        if temperature is not None:
+            temperature = temperature[rows]
+        return cls(rows, y, lse[rows].to(acc), Upstream(*map(factor, upstream)), temperature)
 
 
 def _gradient(
@@ -180,54 +168,31 @@ def _gradient(
     if block.temperature is not None:
         z.div_(block.temperature)
     log_p = z.sub_(block.lse)
-    if block.beta is None:
-        g = log_p.exp_().mul_(block.alpha)
+    by = block.by
+    if by.beta is None:
+        g = log_p.exp_().mul_(by.alpha)
     else:  # (p is 0 where log p is so low, and 0 times any number is 0)
         g = log_p.exp()
-        g.mul_(log_p.clamp_(min=_LOWEST).mul_(-block.beta).add_(block.alpha))
-    if block.gamma is not None:
+        g.mul_(log_p.clamp_(min=_LOWEST).mul_(-by.beta).add_(by.alpha))
+    if by.gamma is not None:
         if problem.class_weight is None:
-            g.add_(block.gamma)
+            g.add_(by.gamma)
         else:
-            g.addr_(problem.class_weight[begin:end].to(g.dtype), block.gamma)
-    write_labels(g, block.y, begin, block.at_label)
+            g.addr_(problem.class_weight[begin:end].to(g.dtype), by.gamma)
+    write_labels(g, block.y, begin, by.at_label)
     if slope is not None:
         g.mul_(slope)
     if head.scale != 1.0:
         g.mul_(head.scale)
-    _add_classes(block, g, begin)
+    if by.classes is not None and by.at_classes is not None:
+        at, inside = label_entry(by.classes, begin, len(g))
+        entries = by.at_classes.masked_fill(~inside, 0)
+        # A class may stand twice in a token's labels. Elsewhere than on a CPU one operation would
+        # add the two in any order.
+        step = len(at) if g.device.type == "cpu" else 1
+        for some, x in zip(at.split(step), entries.split(step), strict=True):
+            g.scatter_add_(0, some, x)
     return g
-
-
-def _add_classes(block: _Block, g: Tensor, begin: int) -> None:
-    """Add the entries of further classes to a tile."""
-    if block.classes is None or block.at_classes is None:
-        return
-    at, inside = label_entry(block.classes, begin, len(g))
-    entries = block.at_classes.masked_fill(~inside, 0)
-    # A class may stand twice in a token's labels. Elsewhere than on a CPU one operation would add
-    # the two in any order.
-    step = len(at) if g.device.type == "cpu" else 1
-    for some, x in zip(at.split(step), entries.split(step), strict=True):
-        g.scatter_add_(0, some, x)
-
-
-def _add_to_rows(
-    products: Products,
-    total: Tensor,
-    rows: Rows,
-    tile: Tensor,
-    w: Tensor,
-    tokens: Tensor,
-    of_labels: Tensor,
-) -> None:
-    """``total[rows] += tile.T @ w``, and ``of_labels`` to the ``tokens`` among those rows."""
-    if isinstance(rows, slice):
-        products(tile.t(), w, total[rows], add=True)[tokens] += of_labels
-    else:
-        added = total.new_empty(len(rows), total.shape[1])
-        products(tile.t(), w, added)[tokens] += of_labels
-        total.index_add_(0, rows, added)  # (some rows are there twice)
 
 
 def _column_sums(z: Tensor, c: Tensor | None) -> Tensor:

@@ -23,15 +23,13 @@ import functools
 import torch
 from torch import Tensor
 
-from fusedce.backends import two_passes
-from fusedce.backends.gradients import Gradients, call_of, waiting
-from fusedce.backends.held import TILES
-from fusedce.backends.plan import tile_classes, tiles_of, way_of
-from fusedce.backends.protocol import Summed
+from fusedce.backends.gradients import Gradients, Summed, call_of, waiting
+from fusedce.backends.plan import TILES, tile_classes, tiles_of, way_of
 from fusedce.backends.torch.logit_tiles import Logits, TileStats, references, tiles
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.backends.torch.stats_and_grads import token_grads, token_stats
+from fusedce.backends.upstream import loss_in_two_passes
 from fusedce.contract.objective import expected_upstream, slopes, token_losses
 from fusedce.contract.problem import Problem, Projection, Wanted
 from fusedce.contract.task import Task
@@ -43,8 +41,7 @@ _WIDENED = 2**22  # elements of the head's rows whose copy in float32 lies besid
 def loss(problem: Problem) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64; holds one tile of logits."""
     rows, n_valid = valid_rows(problem)
-    logits = Logits(Projection.of(problem), Products.of(problem.hidden))
-    acc = logits.head.acc
+    logits = Logits(Projection.of(problem))
     total = torch.zeros((), dtype=torch.float64, device=problem.hidden.device)
     call = call_of(problem, Wanted(), len(rows))
     way = tiles_of(call, memory_budget=problem.memory_budget)
@@ -57,13 +54,8 @@ def loss(problem: Problem) -> tuple[Tensor, Tensor]:
     for chunk in chunks_of(rows, way.tokens):
         h = logits.operand(problem.hidden[chunk])  # (C, H)
         y = problem.labels[chunk].long()
-        for k in references(logits, h, y, step):
-            stats = TileStats(y, acc, k)
-            spans = tiles(len(problem.weight), step)
-            if all(stats.add(logits.tile(h, begin, end), begin) for begin, end in spans):
-                break
-        total += stats.losses().sum()
-    return total.to(acc), n_valid
+        total += _statistics(logits, h, y, step).losses().sum()
+    return total.to(logits.head.acc), n_valid
 
 
 def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
@@ -72,13 +64,13 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
     V, H = problem.weight.shape
     device = problem.hidden.device
     rows, n_valid = valid_rows(problem)
-    products = Products.of(problem.hidden)
-    logits = Logits(Projection.of(problem), products)
-    head, acc, stored = logits.head, products.acc, products.gradients
+    logits = Logits(Projection.of(problem))
+    head, products = logits.head, logits.products
+    acc, stored = products.acc, products.gradients
     call = call_of(problem, wanted, len(rows), waiting(problem), logit=stored.itemsize)
     way = way_of(call, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget)
     if way.name == TILES:
-        return two_passes.loss_and_grads(token_stats, token_grads, problem, wanted, argmax)
+        return loss_in_two_passes(token_stats, token_grads, problem, wanted, argmax)
     step = logits.step(way)
     chunks = chunks_of(rows, way.tokens)
     grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=len(chunks))
@@ -93,8 +85,9 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
         C = len(chunk)
         y = problem.labels[chunk].long()
         dh = None if grads.hidden is None else torch.empty(C, H, dtype=acc, device=device)
-        made = _Exponentials(logits, buffer[: V * C].view(V, C), step)
-        stats = made.make(logits.operand(h), y, argmax=argmax is not None, dh=dh)
+        exps = buffer[: V * C].view(V, C)
+        operand, likeliest = logits.operand(h), argmax is not None
+        stats = _statistics(logits, operand, y, step, exps=exps, dh=dh, argmax=likeliest)
         nll, lse = stats.losses(), stats.lse()
         if argmax is not None:
             argmax[chunk] = stats.likeliest()[0]
@@ -110,44 +103,43 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
         at_label = (at_label if slope is None else at_label * slope).to(acc)  # (C,)
         assert stats.k is not None
         factors = (outer * (by.nll + by.lse) * (stats.k.double() - lse).exp_()).to(acc)  # (C,)
-        made.add_to_head(grads, h, factors, first=number == 0)
         if grads.hidden is not None and dh is not None:
             dh.mul_(factors[:, None])
             dh.addcmul_(problem.weight[y].to(acc), at_label[:, None])
             grads.hidden[chunk] = dh.to(grads.hidden.dtype)
-        product = functools.partial(made.add_rows_to, h=h, factors=factors)
-        grads.add_rows(y, h, at_label, product)
+        scaled = h if grads.weight is None else (h * factors[:, None]).to(stored)
+        if grads.weight is not None:
+            products(exps, scaled, grads.weight, add=number > 0)
+        if grads.bias is not None:
+            for begin, end in tiles(V, step):
+                grads.bias[begin:end] += torch.mv(exps[begin:end].to(acc), factors)
+        grads.add_rows(y, h, at_label, functools.partial(_add_rows, products, exps, scaled))
 
     return Summed(total.to(acc), n_valid, factor, *grads.written())
 
 
-class _Exponentials:
-    """The exponentials of a chunk, times the slope of their logits, and what is added of them."""
+def _statistics(
+    logits: Logits,
+    h: Tensor,  # (C, H), the operand of logits
+    y: Tensor,  # (C,)
+    step: int,
+    *,
+    exps: Tensor | None = None,  # (V, C)
+    dh: Tensor | None = None,  # (C, H)
+    argmax: bool = False,
+) -> TileStats:
+    """Walk over a chunk's logits, tile by tile.
 
-    def __init__(self, logits: Logits, exps: Tensor, step: int) -> None:
-        self.logits, self.products, self.step = logits, logits.products, step
-        self.exps = exps  # (V, C), to be filled
+    Where ``exps`` is given, fill it with their exponentials, times the slopes of the logits; and
+    ``dh`` with the product of those and the head.
+    """
+    products = logits.products
 
-    def make(
-        self,
-        h: Tensor,  # (C, H), the operand of logits
-        y: Tensor,  # (C,)
-        *,
-        argmax: bool,
-        dh: Tensor | None,  # (C, H), for the product of the exponentials with the head
-    ) -> TileStats:
-        """Fills ``exps`` and ``dh``."""
-        for k in references(self.logits, h, y, self.step):
-            stats = TileStats(y, self.products.acc, k, argmax=argmax)
-            spans = tiles(len(self.exps), self.step)
-            if all(self._tile(stats, h, begin, end, dh) for begin, end in spans):
-                break
-        return stats
-
-    def _tile(self, stats: TileStats, h: Tensor, begin: int, end: int, dh: Tensor | None) -> bool:
-        """Fill a tile; whether the reference fits."""
-        tile, logits = self.exps[begin:end], self.logits
-        in_place = tile if tile.dtype == self.products.acc else None
+    def fits(stats: TileStats, begin: int, end: int) -> bool:
+        if exps is None:
+            return stats.add(logits.tile(h, begin, end), begin)
+        tile = exps[begin:end]
+        in_place = tile if tile.dtype == products.acc else None
         z = logits.tile(h, begin, end, out=in_place)
         slope = logits.head.slope(z)
         fits = stats.add(z, begin)
@@ -156,30 +148,24 @@ class _Exponentials:
         if in_place is None:
             tile.copy_(z)
         if dh is not None:
-            w = logits.rows(begin, end, self.products.gradients)
-            self.products(tile.t(), w, dh, add=begin > 0)
+            products(tile.t(), logits.rows(begin, end, tile.dtype), dh, add=begin > 0)
         return fits
 
-    def add_to_head(self, grads: Gradients, h: Tensor, factors: Tensor, *, first: bool) -> None:
-        """Adds ``exps @ (h * factors)`` to the weight's gradient, and their sums to the bias's."""
-        if grads.weight is not None:
-            self.products(self.exps, self._scaled(h, factors), grads.weight, add=not first)
-        if grads.bias is not None:
-            for begin, end in tiles(len(self.exps), self.step):
-                exps = self.exps[begin:end].to(factors.dtype)
-                grads.bias[begin:end] += torch.mv(exps, factors)
+    for k in references(logits, h, y, step):
+        stats = TileStats(y, products.acc, k, argmax=argmax)
+        if all(fits(stats, begin, end) for begin, end in tiles(len(logits.head.weight), step)):
+            break
+    return stats
 
-    def add_rows_to(
-        self,
-        classes: Tensor,  # (n,)
-        total: Tensor,  # (n, H) in acc
-        h: Tensor,  # (C, H) in acc
-        factors: Tensor,  # (C,)
-    ) -> None:
-        """Adds the rows of ``exps @ (h * factors)`` for some classes, a few at a time."""
-        step, scaled = max(_ROWS // max(h.shape), 1), self._scaled(h, factors)
-        for some, rows in zip(classes.split(step), total.split(step), strict=True):
-            self.products(self.exps[some].to(scaled.dtype), scaled, rows, add=True)
 
-    def _scaled(self, h: Tensor, factors: Tensor) -> Tensor:
-        return (h * factors[:, None]).to(self.products.gradients)
+def _add_rows(
+    products: Products,
+    exps: Tensor,  # (V, C)
+    scaled: Tensor,  # (C, H)
+    classes: Tensor,  # (n,)
+    total: Tensor,  # (n, H) in acc
+) -> None:
+    """Add the rows of ``exps @ scaled`` for some classes, a few at a time."""
+    step = max(_ROWS // max(scaled.shape), 1)
+    for some, rows in zip(classes.split(step), total.split(step), strict=True):
+        products(exps[some], scaled, rows, add=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fusedce.backends.protocol import Summed
+from fusedce.backends.gradients import Summed
 from fusedce.backends.triton import archs, divergence, training
 from fusedce.backends.triton.forward import loss, token_stats
 from fusedce.backends.triton.launch import on, run

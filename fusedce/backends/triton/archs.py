@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusedce.backends import held
+from fusedce.backends import plan
 
 KiB = 1024
 EVERY_H = 2**31
@@ -63,10 +63,10 @@ class Architecture(NamedTuple):
     shared_limit: int = 0  # bytes a program may use
     capabilities: tuple[tuple[int, int], ...] = ()  # of CUDA devices
     gcn: tuple[str, ...] = ()  # of ROCm devices
-    exp_block_v: int = held.EXP_BLOCK_V  # classes of a row that share one maximum in training
+    exp_block_v: int = plan.EXP_BLOCK_V  # classes of a row that share one maximum in training
     token_warps: int = 4  # of the kernel that makes a tile's gradient token by token
     divergence_block_v: int = 1024  # two rows at once, and the divergence between them
-    tile_elements: tuple[int, int] = held.TILE_ELEMENTS  # float32 products at a time
+    tile_elements: tuple[int, int] = plan.TILE_ELEMENTS  # float32 products at a time
 
     @property
     def compiler(self) -> tuple[str, int | str, int] | None:
@@ -83,12 +83,12 @@ class Architecture(NamedTuple):
         self, C: int, V: int, H: int, block: int, processors: int = 1
     ) -> tuple[int, int]:
         """Rows and columns of the products of ``C`` tokens that are held at a time."""
-        rows, T = held.tile_shape(C, V, H, block, self.tile_elements)
+        rows, T = plan.tile_shape(C, V, H, block, self.tile_elements)
         return rows_in_waves(C, T, rows, processors), T
 
     def rows_of_hidden(self, C: int, H: int, processors: int = 1) -> int:
         """Rows of the products of d_hidden of ``C`` tokens that are held at a time."""
-        return rows_in_waves(C, H, held.rows_of_hidden(H, self.tile_elements), processors)
+        return rows_in_waves(C, H, plan.rows_of_hidden(H, self.tile_elements), processors)
 
 
 def rows_in_waves(C: int, columns: int, most: int, processors: int) -> int:
@@ -147,9 +147,9 @@ _HOPPER_TWO = Walks(
     stats_with_options=_HOPPER_NARROW,
     gemm=_HOPPER,
     gemm_with_options=_HOPPER_SMALL,
-    gemm_up_to=held.EXP_GEMM_H,
+    gemm_up_to=plan.EXP_GEMM_H,
     forward_narrow=Blocks(128, 128, 64, 4, 3, DESCRIPTOR=True),  # two programs a multiprocessor
-    narrow_up_to=held.FORWARD_NARROW_H,
+    narrow_up_to=1024,
 )
 _BLACKWELL_TWO = _HOPPER_TWO._replace(
     forward_with_options=_HOPPER_SMALL,

@@ -9,14 +9,13 @@ computed, ignored ones as zeros.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, call_of, waiting
-from fusedce.backends.plan import multiple_of_16, way_of_divergence
-from fusedce.backends.protocol import Summed
+from fusedce.backends.gradients import Gradients, Summed, call_of, waiting
+from fusedce.backends.plan import multiple_of_16, way_of
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.head_gradients import add_to_bias
 from fusedce.backends.triton.launch import (
@@ -48,9 +47,8 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
         packed, dtypes = compact(problem), waiting(problem)
         raise_on_cpu(packed.n_valid, problem)
         n, outer, factor = rows_and_factor(problem, packed)
-        way = way_of_divergence(
-            call_of(problem, wanted, n, dtypes, triton=True),
-            divergence.teacher_size(),
+        way = way_of(
+            call_of(problem, wanted, n, dtypes, triton=True).beside(divergence.teacher_size()),
             chunk_tokens=problem.chunk_tokens,
             memory_budget=problem.memory_budget,
         )
@@ -92,7 +90,7 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
 
 
 def _weights(problem: Problem) -> Tensor:
-    """``(N,)`` fp32; 1 where a label is bad, so that it counts."""
+    """Weights ``(N,)`` fp32; 1 where a label is bad, so that its token counts."""
     V, y, w = len(problem.weight), problem.labels, problem.token_weight
     w = torch.ones_like(y, dtype=torch.float32) if w is None else w.float()
     return w.masked_fill(problem.valid() & ((y < 0) | (y >= V)), 1)
@@ -108,7 +106,7 @@ class _Chunk:
         width = multiple_of_16(V)
         self.normalise = weight.dtype == torch.float16 and train
         self.amplify = _AMPLIFY if self.normalise else 1.0
-        student, teacher = divergence.student(problem), divergence.teacher().projection
+        student, teacher = divergence.student(problem), divergence.teacher()
         self.common: dict[str, Any] = {
             **pointwise(student),
             **{f"teacher_{name}": x for name, x in pointwise(teacher).items()},
@@ -147,9 +145,9 @@ class _Chunk:
         g = s if h.element_size() == 4 else s.view(h.dtype)  # (C, 2 * width)
         losses = torch.empty(C, dtype=torch.float32, device=device)
         factors = torch.empty_like(losses) if self.normalise else None
-        teacher, t = self.divergence.teacher(), self.of_teacher[:C]
-        there = teacher.hidden[some]
-        product(device, there.dtype)(there, teacher.weight.t(), out=t[:, :V])
+        hidden, weight = (cast(Tensor, x) for x in self.divergence[:2])
+        there, t = hidden[some], self.of_teacher[:C]
+        product(device, there.dtype)(there, weight.t(), out=t[:, :V])
         impossible = None
         if self.excluded is not None:
             products = (s if self.divergence.kind == REVERSE else t)[:, :V]

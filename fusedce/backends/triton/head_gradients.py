@@ -31,7 +31,13 @@ class Head:
         self.pointwise = pointwise(Projection.of(problem))
         if bias is not None:
             self.pointwise["bias"] = padded(bias)
-        self.amplify = amplification(weight.dtype, problem.logit_scale)
+        # The power of two by which the gradient of the logits, at most |logit_scale|, is stored.
+        # In float16 a probability below 6e-5 loses bits and one below 6e-8 is lost, and most
+        # classes of a large vocabulary have such probabilities; the other dtypes have the range.
+        self.amplify = 1.0
+        if weight.dtype == torch.float16:
+            size = max(abs(problem.logit_scale), 1.0)
+            self.amplify = 2.0 ** (14 - math.ceil(math.log2(size)))
 
     def finish_hidden(
         self,
@@ -70,17 +76,6 @@ class Head:
             BLOCK_H=min(power_of_2(H), 1024),
             num_warps=archs.ROW_WARPS,
         )
-
-
-def amplification(dtype: torch.dtype, logit_scale: float) -> float:
-    """The power of two by which the gradient of the logits, at most |logit_scale|, is stored.
-
-    In float16 a probability below 6e-5 loses bits and one below 6e-8 is lost, and most classes of a
-    large vocabulary have such probabilities. bfloat16 and float32 have the range.
-    """
-    if dtype != torch.float16:
-        return 1.0
-    return 2.0 ** (14 - max(math.ceil(math.log2(max(abs(logit_scale), 1.0))), 0))
 
 
 def add_to_bias(bias: Tensor, g: Tensor, factors: Tensor | None, alpha: float) -> None:

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.backends import two_passes
-from fusedce.backends.gradients import Gradients, call_of, waiting
+from fusedce.backends.gradients import Gradients, Summed, call_of, waiting
 from fusedce.backends.plan import TILES, exp_block, multiple_of_16, way_of
-from fusedce.backends.protocol import Summed
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.forward import token_stats
 from fusedce.backends.triton.head_gradients import (
@@ -40,6 +38,7 @@ from fusedce.backends.triton.launch import (
 )
 from fusedce.backends.triton.products import add_product, product, scaled_by
 from fusedce.backends.triton.vocab_tiles import token_grads
+from fusedce.backends.upstream import loss_in_two_passes
 from fusedce.contract.objective import slopes, token_losses
 from fusedce.contract.problem import Problem, Wanted
 from fusedce.kernels.softmax_grad import exp_tile_kernel, label_logit_kernel, softmax_rows_kernel
@@ -65,7 +64,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         )
         if way.name == TILES:
             passes = token_stats, token_grads
-            return two_passes.loss_and_grads(*passes, problem, wanted, argmax)
+            return loss_in_two_passes(*passes, problem, wanted, argmax)
         C, graph = min(way.tokens, n), capturing(device)
         every_row = n == N and not graph
         grads = Gradients(

@@ -58,18 +58,14 @@ def token_grads(
             return grads.written()
         walk = _Walk(problem, rows, count, n, lse, upstream, every_row=every_row)
         dh = None
-        if grads.hidden is not None:
-            in_place = every_row and grads.hidden.dtype == torch.float32
-            dh = grads.hidden if in_place else torch.empty_like(walk.h, dtype=torch.float32)
+        if grads.hidden is not None:  # float32, too
+            dh = grads.hidden if every_row else torch.empty_like(walk.h, dtype=torch.float32)
             dh.zero_()
         walk.add_tiles(grads, dh, way.tokens, way.classes)
-        walk.add_classes(upstream)
+        columns, entries = walk.single_entries(upstream)
         if grads.hidden is not None and dh is not None:
-            walk.finish_hidden(
-                dh, walk.columns, walk.entries, walk.factors, rows, grads.hidden, 0, 0, 1.0
-            )
-        of_head = grads.weight, grads.bias
-        add_entries(*of_head, walk.columns, walk.entries, walk.h, len(problem.weight), 1.0)
+            walk.finish_hidden(dh, columns, entries, walk.factors, rows, grads.hidden, 0, 0, 1.0)
+        add_entries(grads.weight, grads.bias, columns, entries, walk.h, len(problem.weight), 1.0)
         return grads.written()
 
 
@@ -106,8 +102,7 @@ class _Walk(Head):
             "lse": lse[chosen].float(),
             "temperature": None if temperature is None else temperature[chosen].float(),
         }
-        self.columns = labels[None]
-        self.entries = torch.zeros(1, n, dtype=torch.float32, device=weight.device)
+        self.entries = torch.zeros(n, dtype=torch.float32, device=weight.device)  # the labels'
 
     def add_tiles(self, grads: Gradients, dh: Tensor | None, R: int, T: int) -> None:
         """Blocks of ``R`` tokens by tiles of ``T`` classes."""
@@ -136,16 +131,16 @@ class _Walk(Head):
                     add_to_bias(grads.bias[begin:end], g, factors, 1.0 / self.amplify)
             if of_tile is not None and d_weight is not None and d_weight is not of_tile:
                 of_tile.copy_(d_weight)  # rounded once
-        if self.factors is not None:
-            self.entries.mul_(self.factors)
 
-    def add_classes(self, upstream: Upstream) -> None:
-        """Entries of further classes, beside the labels'."""
+    def single_entries(self, upstream: Upstream) -> tuple[Tensor, Tensor]:
+        """Columns and values ``(K, n)`` of the entries of the labels, and of further classes."""
+        y = self.of_rows["labels"]
+        assert y is not None
+        own = self.entries if self.factors is None else self.entries * self.factors
         if upstream.classes is None or upstream.at_classes is None:
-            return
+            return y[None], own[None]
         classes, entries = (x[self.chosen].t() for x in (upstream.classes, upstream.at_classes))
-        self.columns = torch.cat([self.columns, classes.to(self.columns.dtype)])
-        self.entries = torch.cat([self.entries, entries.float()])
+        return torch.cat([y[None], classes.to(y.dtype)]), torch.cat([own[None], entries.float()])
 
     def _gradient(
         self, products: Tensor, stored: Tensor, rows: slice, begin: int, end: int
@@ -165,7 +160,7 @@ class _Walk(Head):
             products=products,
             grads=stored,
             class_weight=None if self.class_weight is None else self.class_weight[begin:],
-            entries=self.entries[0, rows.start :],
+            entries=self.entries[rows.start :],
             count=self.count,
             first=rows.start,
             begin=begin,

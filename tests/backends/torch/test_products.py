@@ -20,7 +20,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def way(request, monkeypatch):
     """Each way to multiply bfloat16, on any CPU."""
     gemm = WAYS[request.param]
-    if gemm is products.MKL and products._blas("gemm_bf16bf16f32") is None:
+    if gemm is products.MKL and products._gemm_of_mkl() is None:
         pytest.skip("this torch has no MKL")
     if gemm is products.ONEDNN and not brgemm.usable():
         pytest.skip("oneDNN has no kernel for this CPU")
@@ -59,7 +59,7 @@ def test_logits_are_sums_of_exact_products(dtype, how):
     rng = torch.Generator().manual_seed(0)
     weight = stored(torch.randn(70, H, generator=rng).to(dtype), how)
     hidden = stored(torch.randn(23, H, generator=rng).to(dtype), how)
-    logits = Logits(Projection(weight, None, 1.0, None), Products.of(hidden))
+    logits = Logits(Projection(weight, None, 1.0, None))
     exact = weight[5:66].double() @ hidden.double().t()
     given = torch.empty(61, 23, dtype=logits.head.acc)
     h = logits.operand(hidden)
@@ -88,7 +88,7 @@ def test_products_are_written_or_added(dtype, how, shape):
     a, b = torch.randn(m, k, generator=rng).to(dtype), torch.randn(k, n, generator=rng).to(dtype)
     products_of = Products.of(a)
     a, b = (stored(x.to(products_of.gradients), how) for x in (a, b))
-    total = stored(torch.randn(m, n, generator=rng).to(products_of.acc), how)
+    total = torch.randn(m, n, generator=rng).to(products_of.acc)
     before, exact = total.double().clone(), a.double() @ b.double()
     # k + 1 additions, of terms that may cancel
     bound = (k + 1) * torch.finfo(products_of.acc).eps
@@ -118,14 +118,14 @@ def test_a_limit_on_mkl_is_obeyed(monkeypatch):
 
 
 def test_a_product_that_is_wrong_is_not_taken(monkeypatch):
-    if products._blas("gemm_bf16bf16f32") is None:
+    if products._gemm_of_mkl() is None:
         pytest.skip("this torch has no MKL")
     monkeypatch.setattr(products, "_amx_for_mkl", lambda: True)
     products._checked.cache_clear()
     try:
         assert products.bf16_gemm() is products.MKL
         products._checked.cache_clear()
-        monkeypatch.setattr(products, "_blas", lambda name: lambda *args: None)
+        monkeypatch.setattr(products, "_gemm_of_mkl", lambda: lambda *args: None)
         assert products.bf16_gemm() is None
     finally:
         products._checked.cache_clear()
@@ -165,7 +165,8 @@ def test_blocks_of_onednns_products_meet(threads):
             a, b = (torch.randn(x, generator=rng).bfloat16() for x in ((m, k), (k, n)))
             exact = a.double() @ b.double()
             for x, y in ((a, b), (a.t().contiguous().t(), b.t().contiguous().t())):
-                out = brgemm.multiply(x, y, torch.full((m, n), torch.nan))
+                out = torch.full((m, n), torch.nan)
+                brgemm.multiply(x, y, out)
                 brgemm.multiply(x, y, out, add=True)
                 bound = 2 * logit_rounding(a, y.t())
                 torch.testing.assert_close(out.double(), 2 * exact, rtol=0, atol=bound)
@@ -180,7 +181,7 @@ def test_blocks_of_onednns_products_meet(threads):
 def test_onednn_multiplies_for_widened_bfloat16_unless_it_is_switched_off(monkeypatch):
     def asked(dtype):
         x = torch.ones(70, H, dtype=dtype)
-        logits = Logits(Projection(x, None, 1.0, None), Products.of(x))
+        logits = Logits(Projection(x, None, 1.0, None))
         with torch.profiler.profile() as trace:
             logits.tile(logits.operand(x), 0, 70)
         return any("mkldnn" in event.name for event in trace.events())
@@ -238,22 +239,14 @@ def lossy_float32(monkeypatch):
     torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize("blas", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_narrow_inputs_do_not_follow_the_precision_of_float32(
-    dtype, blas, monkeypatch, lossy_float32
-):
+@pytest.mark.usefixtures("way")
+def test_narrow_inputs_do_not_follow_the_precision_of_float32(dtype, lossy_float32):
     """float16 has 11 significant bits, "medium" leaves 8 of them."""
-    if not blas:
-        monkeypatch.setattr(products, "_blas", lambda name: None)
-        monkeypatch.setattr(products, "bf16_gemm", lambda: None)
     expected = everything(dtype)
     lossy_float32()
-    for x, e in zip(everything(dtype), expected, strict=True):
-        if blas:
-            assert x.equal(e)
-        else:  # by float64 instead
-            assert (x - e).norm() <= torch.finfo(x.dtype).eps * e.norm()
+    for x, e in zip(everything(dtype), expected, strict=True):  # by float64, if widened
+        assert (x - e).norm() <= torch.finfo(x.dtype).eps * e.norm()
 
 
 def test_float32_inputs_follow_it_as_torchs_do(lossy_float32):
@@ -268,17 +261,13 @@ def test_float32_inputs_follow_it_as_torchs_do(lossy_float32):
     assert ((ours - exact).abs().max() > 1e-4) == rounds
 
 
-def test_widened_operands_go_to_blas_itself(monkeypatch):
-    """BLAS ignores torch's settings: it gets every float16 product and no float32 one."""
-    asked = []
-    own = products._full_precision
-
-    def full_precision(a, b, out, *, add=False):
-        asked.append(a.dtype)
-        return own(a, b, out, add=add)
-
-    monkeypatch.setattr(products, "_full_precision", full_precision)
-    everything(torch.float32)
-    assert not asked
-    everything(torch.float16)
-    assert set(asked) == {torch.float32}
+def test_widened_operands_are_multiplied_in_float64_where_float32_may_lose_bits(monkeypatch):
+    monkeypatch.setattr(products, "_reduced_precision", lambda: True)
+    rng = torch.Generator().manual_seed(0)
+    a, b, before = (torch.randn(x, generator=rng) for x in ((90, H), (H, 40), (90, 40)))
+    exact, out = a.double() @ b.double(), before.clone()
+    of_fp16, of_fp32 = (Products.of(x) for x in (a.half(), a))
+    assert of_fp16(a, b, out, add=True).equal((before + exact).float())
+    assert of_fp16(a, b, out).equal(exact.float())
+    assert of_fp32(a, b, out).equal(a @ b)
+    assert not out.equal(exact.float())
