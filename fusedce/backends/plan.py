@@ -103,12 +103,12 @@ class Call(NamedTuple):
     teacher: int | None = None  # H of a teacher beside; 0: given probabilities are
 
     def beside(self, teacher: int | None) -> Call:
-        """That of a divergence from a teacher of that H, or from given probabilities (None)."""
+        """The call of a divergence: from a teacher of that H, or from probabilities (None)."""
         return self._replace(logit=self.acc, teacher=teacher or 0)
 
     @property
     def limits(self) -> Limits:
-        """Those of its device."""
+        """Limits of the device that computes the call."""
         return CPU if self.on_cpu else DEVICE
 
     @property
@@ -342,7 +342,7 @@ def chunked(call: Call, C: int, T: int) -> Way:
             rows, T = tile_shape(C, V, H, exp_block(V))
             products = max(products, rows * multiple_of_16(T))
         held["tile of products"] = 4 * products
-        # Of single entries 80 bytes, sorted ones, too.
+        # Single entries and their sorted copies take 80 bytes a token.
         held["statistics and entries"] = C * (8 * -(-V // block) + 84)
         if call.weight and narrow:
             held["scaled hidden states"] = C * H * call.element

@@ -172,7 +172,7 @@ def _over_ranks(
     table = all_gather(torch.cat([top.double(), at.double(), lses], 1), shard.group)
     table = table.view(-1, len(top), 2 * k + 1).transpose(0, 1)  # (N, ranks, 2 k + 1)
     values, classes, of_ranks = (x.flatten(1) for x in table.split([k, k, 1], 2))
-    # Of equal values the lowest class is first; what fills up a small shard has none, and is last.
+    # Stable sorts: of equal values the lowest class comes first, fillers of small shards last.
     classes, order = classes.sort(dim=1)
     values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
     classes = classes.gather(1, order)[:, :k].long()

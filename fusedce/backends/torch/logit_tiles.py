@@ -158,7 +158,7 @@ class TileStats:
         # NaN stays where no tile holds the label.
         self.z_label = torch.full_like(y, math.nan, dtype=acc)
         self._sums = Sums()
-        # Of each tile the largest logit and its class, and R and T, (C,) each.
+        # (C,) each, by tile: the largest logit and its class, and R and T.
         self._likeliest: list[tuple[Tensor, Tensor]] | None = [] if argmax or entropy else None
         self._moments: list[tuple[Tensor, Tensor]] | None = [] if entropy else None
         self._in_order, self._tokens = y.sort()
