@@ -70,11 +70,11 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
             grad.unsqueeze(0).mul_(there.unsqueeze(0))
 
 
-def norms_of(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """``()`` for each gradient, 0 where all of it is zero."""
+def norms_of(parameters: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """``()`` for each gradient, the sum of absolute values; by default in its own dtype."""
     grads = [local_of(p.grad) for p in parameters]
     grads = [grad._values() if grad.is_sparse else grad for grad in grads]
-    return list(torch._foreach_norm(grads, 1)) if grads else []
+    return list(torch._foreach_norm(grads, 1, dtype)) if grads else []
 
 
 # ---- gradients inside FSDP2 -------------------------------------------------------------------
