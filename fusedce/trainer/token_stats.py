@@ -30,7 +30,6 @@ class TokenStats:
         # (5,) float64 of each micro-batch: valid tokens, correct tokens, entropy in nats, tokens
         # that are no padding, auxiliary loss
         self.sums: list[Tensor] = []
-        self.n_tokens = 0  # tokens without padding, since the run began
 
     def add(self, observer: LossObserver, inputs: Mapping[str, Any], outputs: Any) -> None:
         """Add a micro-batch; this makes no collective."""
@@ -62,13 +61,15 @@ class TokenStats:
         # ranks of one tensor-parallel group hold the same tokens
         by_batch = trainer.accelerator.reduce(by_batch, "sum") / trainer._parallel_size("tp")
         n, correct, entropy, tokens, aux = by_batch.cpu().unbind(1)
-        self.sums, self.n_tokens = [], self.n_tokens + int(tokens.sum())
+        self.sums = []
         found = {
             "mean_token_accuracy": float((correct / n.clamp(min=1)).mean()),
             "entropy": float((entropy / n.clamp(min=1)).mean()),
         }
-        if self.of_trl or not prefix:
-            found["num_tokens"] = self.n_tokens if not prefix else trainer._train_stats.n_tokens
+        if self.of_trl or not prefix:  # tokens of training without padding; a resumed run goes on
+            history = reversed(trainer.state.log_history)
+            before = next((log["num_tokens"] for log in history if "num_tokens" in log), 0)
+            found["num_tokens"] = before if prefix else before + int(tokens.sum())
         if getattr(trainer, "aux_loss_enabled", False):
             found["aux_loss"] = float(aux.mean()) / trainer._n_ranks()
         return {f"{prefix}{name}": x for name, x in found.items()}

@@ -27,7 +27,7 @@ from support.loops import (
 from torch.utils.checkpoint import checkpoint
 
 from fusedce import LossAccumulator, count_valid, fused_ce
-from fusedce.accumulate import faults as _faults
+from fusedce.accumulate import exchange as _exchange
 
 WAYS = pytest.mark.parametrize("streaming", [False, True], ids=["window", "streaming"])
 RUNS = pytest.mark.parametrize("run", [run_window, run_streaming])
@@ -80,7 +80,7 @@ def test_nothing_waits_for_the_device_until_metrics_are_read(run, monkeypatch):
             return _original(self, *args, **kwargs)
 
         monkeypatch.setattr(torch.Tensor, name, look)
-    monkeypatch.setattr(_faults, "readable", lambda device: False)
+    monkeypatch.setattr(_exchange, "readable", lambda device: False)
     weight, micro = new_weight(), batches([4, 0, 9])
     outs = [((h @ weight.T).sum(), (y != -100).sum()) for h, y in micro]  # these read no count
     counts = [count_valid(y, offset=0) for _, y in micro]

@@ -1,9 +1,10 @@
-"""Hooks on a model and its optimizers that measure the weight of each token in a step.
+"""An audit of any training loop: how much each token weighs in each optimizer step.
 
-The training loop is not changed. The gradient of a token's loss with respect to its logits is
-``w * (softmax - onehot)``. Its one negative entry names the label, and its size is the weight ``w``
-that the loop gave the token by all of its divisions. A right loop gives all tokens of an
-optimizer step the weight 1 / (number of tokens of all micro-batches and ranks).
+Hooks on the model and its optimizers measure it; the loop is not changed. The gradient of a token's
+loss with respect to its logits is ``w * (softmax - onehot)``. Its one negative entry names the
+label, and its size is the weight ``w`` that the loop gave the token by all of its divisions. A
+right loop gives all tokens of an optimizer step the weight 1 / (number of tokens of all
+micro-batches and ranks).
 """
 
 from __future__ import annotations
@@ -21,14 +22,62 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.variable import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fusedce.accumulate.gradients import LISTENERS, held_by_fsdp2
-from fusedce.auditing.steps import MicroBatch, Step, micro_batch_of, step_of, table, verdict
-from fusedce.contract.groups import local_of
+from fusedce.accumulate.gradients import LISTENERS, held_by_fsdp2, norms_of
 from fusedce.contract.results import LossSum
 
 logger = logging.getLogger(__name__)
 
+_ROWS = 128  # positions whose logits are read together
+_SMOOTHED = 1e-3  # the least label smoothing that differs from rounding
+_TOLERANCE = 0.01  # weights that differ by less are the same: bf16 gradients are rounded
+_CERTAIN, _UNEVEN = 0.01, 0.1  # the same for one token, whose label has a probability below 0.99
 _CASTS = ("ToCopyBackward0", "CloneBackward0")  # autograd nodes of copies of the same shape
+_COLUMNS = ("step", "tokens", "true loss", "descended", "logged", "gradient's scale", "spread")
+
+
+@dataclass
+class Step:
+    """One optimizer step, over the micro-batches of all ranks.
+
+    Attributes:
+        n_tokens: trained tokens; ``loss``: their mean, nats per token.
+        descended: the loss whose gradient this was: ``sum of weight * loss`` over tokens.
+        logged: the loss that the loop logged, if :meth:`Audit.log` was called.
+        scale: the mean weight of a token over the right one; 1 is right.
+        spread: the largest weight of a micro-batch's tokens over the smallest; 1 is right.
+        averaged: whether each micro-batch weighs the same, however many tokens it has.
+        lost: micro-batches whose gradients were set to zero before the step.
+        afterwards: by how much ``.grad`` grew between the last backward and the step.
+        even: whether the tokens of each micro-batch weigh the same; else ``scale`` and ``spread``
+            are those of means.
+    """
+
+    n_tokens: int
+    loss: float
+    descended: float
+    logged: float | None
+    scale: float
+    spread: float
+    averaged: bool
+    lost: int = 0
+    afterwards: float = 1.0
+    even: bool = True
+
+
+@dataclass
+class MicroBatch:
+    """A micro-batch of this rank.
+
+    Attributes:
+        loss_sum: nats, of ``n_tokens`` trained tokens.
+        weight: the mean weight of a token in the gradient of this rank.
+        even: whether all tokens have this weight, as far as it is known.
+    """
+
+    loss_sum: float
+    n_tokens: int
+    weight: float
+    even: bool = True
 
 
 @dataclass
@@ -144,9 +193,8 @@ class Audit:
 
     def _size(self) -> float:
         """The size of all gradients in ``.grad``; inf or NaN if one of them is not finite."""
-        found = (local_of(p.grad) for p in self._model.parameters() if p.grad is not None)
-        grads = (grad._values() if grad.is_sparse else grad for grad in found)
-        return sum(float(torch.linalg.vector_norm(g, math.inf)) for g in grads if g.numel())
+        found = [p for p in self._model.parameters() if p.grad is not None]
+        return sum(map(float, norms_of(found, torch.float64)))
 
     def _note_size(self) -> None:
         self._after_backward = self._size()
@@ -203,10 +251,61 @@ class Audit:
 
     def verdict(self) -> str:
         """Say in one sentence what the loop does to the weight of tokens."""
-        return verdict(self.steps, self._unseen)
+        if not self.steps and self._unseen:
+            return (
+                f"{self._unseen} optimizer steps were made, but the model itself was never called "
+                f"with gradients: a loop that calls fused_ce by hand needs a module whose forward "
+                f"returns its LossSum, and the audit needs that module"
+            )
+        if not self.steps:
+            return "no optimizer step was made: does the optimizer hold the model's parameters?"
+        if lost := sum(step.lost for step in self.steps):
+            return (
+                f"zero_grad was called before the optimizer step: the gradients of {lost} "
+                f"micro-batches were lost"
+            )
+        if not all(step.even for step in self.steps):
+            return (
+                "tokens of one micro-batch weigh differently (weights of classes or of tokens?): "
+                "the audit compares micro-batches whose tokens weigh the same"
+            )
+        spread = max(step.spread for step in self.steps)
+        scale = sum(step.scale for step in self.steps) / len(self.steps)
+        stepped = sum(step.scale * step.afterwards for step in self.steps) / len(self.steps)
+        found = []
+        if spread > 1 + _TOLERANCE:
+            uneven = [step for step in self.steps if step.spread > 1 + _TOLERANCE]
+            why = (
+                "your micro-batches are averaged"
+                if all(step.averaged for step in uneven)
+                else "tokens of one step weigh differently"
+            )
+            found.append(f"{why}: tokens of short ones weigh up to {spread:.1f} x more")
+        # A factor on .grad that does not lead to 1 may be that of clipping.
+        if abs(scale - 1) > _TOLERANCE and abs(stepped - 1) > _TOLERANCE:
+            found.append(f"gradients are {scale:.3g} x those of the mean over the step's tokens")
+        logged = [(s.logged, s.loss) for s in self.steps if s.logged is not None]
+        off = [(a, b) for a, b in logged if abs(a - b) > _TOLERANCE * max(abs(b), 1e-3)]
+        if off:
+            said, right = max(off, key=lambda x: abs(x[0] - x[1]))
+            found.append(
+                f"the loss that is logged is not that of the tokens ({said:.4f} where {right:.4f} "
+                f"is right)"
+            )
+        return "; ".join(found) or (
+            "every token weighs the same, and the gradient is that of the mean over all tokens"
+        )
 
     def __str__(self) -> str:
-        return "\n".join(["", *table(self.steps), "", self.verdict()])
+        """A Markdown table with a line for each step, and the verdict."""
+        lines = ["", f"| {' | '.join(_COLUMNS)} |", "|---:" * len(_COLUMNS) + "|"]
+        for i, s in enumerate(self.steps):
+            logged = "" if s.logged is None else f"{s.logged:.4f}"
+            lines.append(
+                f"| {i} | {s.n_tokens} | {s.loss:.4f} | {s.descended:.4f} | {logged} | "
+                f"{s.scale:.3f} | {s.spread:.2f} |"
+            )
+        return "\n".join([*lines, "", self.verdict()])
 
 
 def audit(
@@ -253,6 +352,62 @@ def audit(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     return Audit(getattr(model, "module", model), gradients_added, loss_scale)
+
+
+def micro_batch_of(logits: Tensor, grad: Tensor) -> MicroBatch:
+    """The losses and weights of the trained tokens, from logits and gradient ``(..., V)``.
+
+    A row's gradient is ``w * (softmax - target)``. Beside the label, the target is one number: 0,
+    or what label smoothing puts there. So ``w`` is the slope of the gradient over the
+    probabilities of the other classes; without smoothing, its entry at the label tells ``w`` best.
+    """
+    found = []
+    rows = zip(logits.flatten(0, -2).split(_ROWS), grad.flatten(0, -2).split(_ROWS), strict=True)
+    for z, g in rows:
+        trained = g.min(-1).values < 0
+        g, logprobs = g[trained].double(), torch.log_softmax(z[trained].double(), -1)
+        labels = g.argmin(-1, keepdim=True)
+        others = torch.ones_like(g, dtype=torch.bool).scatter_(-1, labels, False)
+        slope, offset = _line(logprobs.exp(), g, others)
+        of_label = logprobs.gather(-1, labels)[:, 0]
+        gap = -torch.expm1(of_label)
+        smooth = -offset * g.shape[-1] > _SMOOTHED * slope.clamp(min=0)
+        weight = torch.where(smooth, slope, -g.gather(-1, labels)[:, 0] / gap)
+        target = logprobs.exp() - g / weight[:, None]
+        loss = torch.where(smooth, -(target * logprobs).sum(-1), -of_label)
+        found.append(torch.stack([gap, weight, loss])[:, gap > 0])
+    gap, weight, loss = torch.cat(found, -1).unbind()
+    mean = float((weight * gap).sum() / gap.sum()) if len(gap) else 0.0
+    # The weight of a token whose label is nearly certain is a quotient of rounding errors.
+    off = (weight - mean).abs()[gap > _CERTAIN] > _UNEVEN * abs(mean)
+    return MicroBatch(float(loss.sum()), len(loss), mean, not bool(off.any()))
+
+
+def _line(x: Tensor, y: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+    """Slope and offset ``(rows,)`` of the least-squares line through ``y`` over ``x (rows, V)``."""
+    n = where.sum(-1)
+    mean_x, mean_y = ((v * where).sum(-1) / n for v in (x, y))
+    dx, dy = ((v - m[:, None]) * where for v, m in ((x, mean_x), (y, mean_y)))
+    slope = (dx * dy).sum(-1) / dx.square().sum(-1)
+    return slope, mean_y - slope * mean_x
+
+
+def step_of(micro: list[MicroBatch], averaged_over: int, logged: float | None) -> Step:
+    """The step of these micro-batches, whose gradients ``averaged_over`` ranks have averaged."""
+    n = sum(m.n_tokens for m in micro)
+    weights = [m.weight / averaged_over * n for m in micro]  # 1 if the loop is right
+    shares = [w * m.n_tokens for w, m in zip(weights, micro, strict=True)]
+    least = min(weights)
+    return Step(
+        n_tokens=n,
+        loss=sum(m.loss_sum for m in micro) / n,
+        descended=sum(m.weight * m.loss_sum for m in micro) / averaged_over,
+        logged=logged,
+        scale=sum(shares) / n,
+        spread=max(weights) / least if least > 0 else math.inf,
+        averaged=max(shares) - min(shares) <= _TOLERANCE * max(shares),
+        even=all(m.even for m in micro),
+    )
 
 
 def _edge_of(logits: Tensor) -> GradientEdge:
