@@ -47,20 +47,6 @@ def sums_of(outs: Sequence[MonitoredLossSum]) -> Tensor:
     return torch.stack(found)
 
 
-def per_token(sums: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of sums over tokens, by name."""
-    n = sums["n_valid"]
-    mean = sums["loss_sum"] / n if n else math.nan
-    perplexity = math.nan if mean != mean else math.exp(mean) if mean < 709 else math.inf
-    found: dict[str, float] = {"loss": mean, "perplexity": perplexity, "n_tokens": int(n)}
-    for name in MONITORS:
-        if monitored := sums[f"{name} of"]:
-            if name == "correct":
-                found["correct_tokens"] = int(sums[name])
-            found[_MEANS[name]] = sums[name] / monitored
-    return found
-
-
 class Metrics:
     """Totals, metrics and state: the part of an accumulator that outlives its windows."""
 
@@ -133,7 +119,17 @@ class Metrics:
         if self._waiting is not None or not self._trains:
             self._sum_over_ranks()
         self._refuse_open_window("read metrics")
-        found = {**per_token(self._numbers()), "n_windows": self._n_windows}
+        sums = self._numbers()
+        n = int(sums["n_valid"])
+        mean = sums["loss_sum"] / n if n else math.nan
+        perplexity = math.nan if mean != mean else math.exp(mean) if mean < 709 else math.inf
+        found = {"loss": mean, "perplexity": perplexity, "n_tokens": n}
+        for name in MONITORS:
+            if monitored := sums[f"{name} of"]:
+                if name == "correct":
+                    found["correct_tokens"] = int(sums[name])
+                found[_MEANS[name]] = sums[name] / monitored
+        found["n_windows"] = self._n_windows
         if reset:
             self._reset()
         return found
