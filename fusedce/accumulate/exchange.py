@@ -47,11 +47,6 @@ def known(error: BaseException) -> BaseException:
     return error
 
 
-def is_known(error: BaseException) -> bool:
-    """Whether all ranks know of an error."""
-    return getattr(error, "is_known", False)
-
-
 class Pending(NamedTuple):
     """A message that was sent; :meth:`wait` gives the sums over ranks."""
 

@@ -8,7 +8,6 @@ holds a part of it that cannot be removed.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -54,7 +53,6 @@ class Window:
         self._n_scaled = 0
         self._factors: dict[object, Tensor | float] = {}
         self._begun: list[tuple[int, Record]] = []  # ids of backwards that have not ended
-        self._thread = threading.get_ident()
 
     def denominator(self) -> Tensor | float:
         """Tokens of all ranks, at least 1, or the constant; waits once, as :meth:`Pending.wait`."""
@@ -80,14 +78,9 @@ class Window:
     # ---- micro-batches ----------------------------------------------------------------------
 
     def check_usable(self, more: int = 1) -> None:
-        """Raise if the window is broken, another thread's, or full with ``more`` micro-batches."""
+        """Raise if the window is broken, or full with ``more`` micro-batches."""
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint recomputes the loss inside a backward, in any thread
-        if threading.get_ident() != self._thread:
-            raise RuntimeError(
-                "this window was opened by another thread: a LossAccumulator belongs to one "
-                "thread, make one for each"
-            )
         if self._begun:
             raise RuntimeError(
                 "this window can only be dropped: a backward has raised, and .grad holds a part of "

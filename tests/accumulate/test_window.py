@@ -4,7 +4,6 @@ Micro-batches may fail, never be differentiated, or be computed twice.
 """
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -181,14 +180,6 @@ def test_a_window_is_entered():
             acc.backward(a_loss(2, weight))
     run_window(acc, weight, batches([2]))
     assert acc.metrics()["n_tokens"] == 6
-
-
-def test_one_thread():
-    acc, weight = LossAccumulator(), new_weight()
-    acc.backward(a_loss(2, weight))
-    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="one thread, make one"):
-        pool.submit(acc.backward, a_loss(2, weight)).result()
-    acc.finish([weight])
 
 
 # ---- micro-batches that fail, are not differentiated, or are computed twice ----------------------
