@@ -21,28 +21,21 @@ inputs and the gradients in the inputs' dtype.
 from __future__ import annotations
 
 import bisect
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 MiB = 2**20
-
-# ---- devices ------------------------------------------------------------------------------------
-
 CPU_BUDGET = 56 * MiB  # of a chunk's logits; 64 MiB with the tiles and GEMM buffers beside it
-# Adding a chunk of C tokens moves the weight gradient twice, about 24 / C of its product's time. So
-# a chunk may hold H / 4 tokens on a CPU: in float32 logits a quarter of that gradient's bytes.
-_TOKENS_BY_H_CPU = 1 / 4
-DEVICE_BUDGET = 1024 * MiB  # of a chunk's logits on a GPU
-# Bytes of a chunk's logits on a GPU of so many bytes or more.
+DEVICE_BUDGET = 1024 * MiB  # on a GPU, and on one of so many bytes or more
 LARGE_DEVICE_BUDGET, LARGE_DEVICE = 2048 * MiB, 40 * 10**9
-# Beside a chunk the Triton backend holds a tile of float32 products of all its tokens. More tokens
-# do not make the GEMMs any faster.
+# More tokens do not make the GEMMs any faster, and a row has buffers of its own.
 _DEVICE_TOKENS = 8192
 ROW_MULTIPLE = 64  # blocks of so many tokens give a token the same bits in every batch
 _LEAST_CLASSES = 64
+SCRATCH_CPU = 4 * MiB  # of MKL and oneDNN, and of the allocator (measured)
+COMPARED_ELEMENTS_CPU = 2**17  # of a tile of logits beside another head's, a thread
 
-# Float32 products that are held at a time. At least: what stays in L2 until they
+# Float32 products that the Triton backend holds at a time. At least: what stays in L2 until they
 # are read. At most: memory. Between them: so many FLOPs that the host has the next launches ready.
 TILE_ELEMENTS = (2**23, 2**25)
 TILE_FLOPS = 2**36
@@ -50,9 +43,6 @@ EXP_BLOCK_V = 2048  # vocabulary entries of a row that share one maximum in trai
 EXP_GEMM_H = 2304  # hidden size up to which one GEMM makes the exponentials, on sm_90 and sm_100
 MAX_SPLITS = 128  # of the vocabulary, in the pass that finds the statistics
 WEIGHT_ROWS = 16384  # rows of a weight gradient whose product is held before it is added
-
-SCRATCH_CPU = 4 * MiB  # of MKL and oneDNN, and of the allocator (measured)
-COMPARED_ELEMENTS_CPU = 2**17  # of a tile of logits beside another head's, a thread
 
 
 class Limits(NamedTuple):
@@ -66,16 +56,6 @@ class Limits(NamedTuple):
 
 
 CPU, DEVICE = Limits(64, 16, 2**20, 1024, 1024), Limits(768, 128, 2**26, 8192, 8192)
-
-
-def device_budget(memory: int | None) -> int:
-    """Bytes of a chunk's logits on a GPU of ``memory`` bytes (None: not known)."""
-    large = memory is not None and memory >= LARGE_DEVICE
-    return LARGE_DEVICE_BUDGET if large else DEVICE_BUDGET
-
-
-# ---- calls and ways -----------------------------------------------------------------------------
-
 ONE_CHUNK, CHUNKS, TILES = WAYS = ("one chunk", "chunks", "tiles")
 
 
@@ -136,9 +116,6 @@ class Way(NamedTuple):
         return sum(self.held.values())
 
 
-_Sizes = tuple[Callable[[int], Way], int, int]  # a way by its tokens, and the fewest and the most
-
-
 def way_of(call: Call, *, chunk_tokens: int | None = None, memory_budget: int | None = None) -> Way:
     """The fastest way within ``memory_budget`` bytes; without one, chunks as large as are useful.
 
@@ -148,7 +125,7 @@ def way_of(call: Call, *, chunk_tokens: int | None = None, memory_budget: int | 
         ValueError: the budget is less than the least possible, which the message says.
     """
     if memory_budget is None:
-        C = chunk_size(call, chunk_tokens)
+        C = chunk_size(call) if chunk_tokens is None else chunk_tokens
         return chunked(call, C, tile_classes(call, None, min(C, call.n)))
     return _fitting(call, _ways(call, tile_classes(call, memory_budget)), memory_budget)
 
@@ -169,66 +146,63 @@ def tiles_of(
     T = tile_classes(call, None, most)
     if call.triton:
         most = call.budget // (T * (4 + call.element))
-    if chunk_tokens is not None:
-        return by_tiles(call, min(chunk_tokens, n), T)
-    return by_tiles(call, equal_parts(n, most, _block_multiple(call)), T)
+    tokens = equal_parts(n, most, _block_multiple(call))
+    return by_tiles(call, tokens if chunk_tokens is None else min(chunk_tokens, n), T)
 
 
 def least_bytes(call: Call) -> int:
     """The least budget of :func:`way_of`."""
-    return min(make(least).bytes for make, least, _ in _ways(call, _LEAST_CLASSES))
+    return min(make(call, sizes[0], T).bytes for make, sizes, T in _ways(call, _LEAST_CLASSES))
 
 
-def _fitting(call: Call, ways: Iterable[_Sizes], budget: int) -> Way:
-    """The first of ``ways`` within a budget, of as many tokens as fit, in chunks of equal size."""
-    tried = []
-    for make, least, most in ways:
-        way = make(least)
-        if way.bytes <= budget:
-            if least == most:
-                return way
-            sizes = range(least, most + 1, call.limits.multiple)  # bytes grow with the tokens
-            most = sizes[bisect.bisect(sizes, budget, key=lambda C: make(C).bytes) - 1]
-            return make(min(equal_parts(call.n, most, call.limits.multiple), most))
-        tried.append(way)
-    least_way = min(tried, key=lambda way: way.bytes)
-    held = ", ".join(f"{name} {count / MiB:.1f} MiB" for name, count in least_way.held.items())
+# ---- ways within a budget -----------------------------------------------------------------------
+
+_Sizes = tuple[Callable[[Call, int, int], Way], range, int]  # a way, its tokens, classes of a tile
+
+
+def _fitting(call: Call, ways: list[_Sizes], budget: int) -> Way:
+    """The first of ``ways`` within a budget, of as many tokens as fit, in parts of equal size."""
+    for make, sizes, T in ways:
+        if make(call, sizes[0], T).bytes <= budget:  # bytes grow with the tokens
+            most = bisect.bisect(sizes, budget, key=lambda tokens: make(call, tokens, T).bytes)
+            return make(call, equal_parts(max(call.n, 1), sizes[most - 1], sizes.step), T)
+    tried = (make(call, sizes[0], T) for make, sizes, T in ways)
+    least = min(tried, key=lambda way: way.bytes)
+    held = ", ".join(f"{name} {count / MiB:.1f} MiB" for name, count in least.held.items())
     raise ValueError(
-        f"memory_budget must be at least {least_way.bytes} bytes for {call.N} tokens, V={call.V}, "
+        f"memory_budget must be at least {least.bytes} bytes for {call.N} tokens, V={call.V}, "
         f"H={call.H}, got {budget}: {held}"
     )
 
 
-def _ways(call: Call, classes: int) -> Iterator[_Sizes]:
+def _ways(call: Call, classes: int) -> list[_Sizes]:
     """Ways to try, with tiles of at most so many classes, the fastest first."""
-    n, most = max(call.n, 1), _most_tokens(call)
+    n, most, step = max(call.n, 1), _most_tokens(call), call.limits.multiple
     # Where tiles are no choice, a small budget makes chunks of very few tokens.
-    few = call.limits.least_tokens if call.teacher is None else call.limits.multiple
-    sizes = [(n, n), (few, most)] if few < n and few <= most else [(n, n)]
-    for least, most in sizes:
-        for T in _halved(classes, _LEAST_CLASSES):
-            yield functools.partial(chunked, call, T=T), least, most
-    if call.teacher is None:
-        yield from _tilings(call, classes)
+    few = call.limits.least_tokens if call.teacher is None else step
+    sizes = [range(n, n + 1)]
+    if few < n and few <= most:
+        sizes.append(range(few, most + 1, step))
+    ways = [(chunked, tokens, T) for tokens in sizes for T in _halved(classes)]
+    return ways + (_tilings(call, classes) if call.teacher is None else [])
 
 
-def _tilings(call: Call, classes: int) -> Iterator[_Sizes]:
-    """Ways by tiles of at most so many classes, the fastest first."""
-    n, multiple = max(call.n, 1), _block_multiple(call)
-    most = n if call.triton else min(n, call.limits.block_tokens)
-    for balanced in (True, False):  # rather narrower tiles than blocks of very few tokens
-        for T in _halved(classes, _LEAST_CLASSES):
-            least = max(multiple, min(4 * multiple, T // 4)) if balanced else multiple
-            for R in _halved(most, least):
-                size = equal_parts(n, R, multiple)
-                yield functools.partial(by_tiles, call, T=T), size, size
+def _tilings(call: Call, classes: int) -> list[_Sizes]:
+    """Ways by tiles of at most so many classes: rather narrower than blocks of very few tokens."""
+    step = _block_multiple(call)
+    most = max(call.n, 1) if call.triton else min(max(call.n, 1), call.limits.block_tokens)
+    most = -(-most // step) * step
+    least = {T: min(most, max(step, min(4 * step, T // 4))) for T in _halved(classes)}
+    return [(by_tiles, range(tokens, most + 1, step), T) for T, tokens in least.items()]
 
 
-def _halved(most: int, least: int) -> Iterator[int]:
-    while most > least:
-        yield most
-        most //= 2
-    yield least
+def _halved(classes: int) -> list[int]:
+    """``classes``, its half and so on, and the least of a tile."""
+    tiles = []
+    while classes > _LEAST_CLASSES:
+        tiles.append(classes)
+        classes //= 2
+    return [*tiles, _LEAST_CLASSES]
 
 
 def _block_multiple(call: Call) -> int:
@@ -239,17 +213,19 @@ def _block_multiple(call: Call) -> int:
 # ---- sizes --------------------------------------------------------------------------------------
 
 
-def chunk_size(call: Call, chunk_tokens: int | None = None) -> int:
+def device_budget(memory: int | None) -> int:
+    """Bytes of a chunk's logits on a GPU of ``memory`` bytes (None: not known)."""
+    large = memory is not None and memory >= LARGE_DEVICE
+    return LARGE_DEVICE_BUDGET if large else DEVICE_BUDGET
+
+
+def chunk_size(call: Call) -> int:
     """Tokens per chunk where no budget is given, at least 1.
 
-    The extra memory is ``C * V * logit`` for a chunk of ``C`` tokens and, with more than one chunk,
-    ``4 * V * H`` for a float32 accumulator of the weight gradient wherever that is not the gradient
-    itself. A single chunk saves the accumulator and its traffic, so it is both smaller and faster
-    while ``n <= C + 4 * H / logit``. Beyond that, chunks of equal size, rounded up to what suits
-    the GEMMs.
+    One chunk needs no float32 accumulator of the weight gradient, ``4 * V * H`` bytes that every
+    chunk moves twice: it is both smaller and faster while its logits take no more than a chunk's
+    and that.
     """
-    if chunk_tokens is not None:
-        return chunk_tokens
     n, most = call.n, _most_tokens(call)
     if n <= most + (4 * call.H // call.logit if call.accumulator else 0):
         return max(n, 1)
@@ -261,7 +237,9 @@ def _most_tokens(call: Call) -> int:
     most = max(budget // (call.V * call.logit), call.limits.multiple)
     if not call.on_cpu:
         return min(most, _DEVICE_TOKENS)
-    return max(most, int(call.H * _TOKENS_BY_H_CPU)) if call.weight else most
+    # Adding a chunk of C tokens to the weight gradient takes about 24 / C of its product's time. So
+    # a chunk may hold H / 4 tokens: in float32, logits of a quarter of that gradient's bytes.
+    return max(most, call.H // 4) if call.weight else most
 
 
 def tile_classes(call: Call, memory_budget: int | None, C: int = 1) -> int:
@@ -294,30 +272,6 @@ def equal_parts(n: int, most: int, multiple: int) -> int:
     return -(-equal // multiple) * multiple
 
 
-def exp_block(V: int, most: int = EXP_BLOCK_V) -> int:
-    """Classes of a row that share one maximum: at least the 16 that rows are padded to."""
-    return min(max(1 << (V - 1).bit_length(), 16), most)
-
-
-def tile_shape(
-    C: int, V: int, H: int, block: int, elements: tuple[int, int] = TILE_ELEMENTS
-) -> tuple[int, int]:
-    """Rows and columns of the products of ``C`` tokens that the Triton backend holds at a time.
-
-    The rows are the fewest equal parts of ``C``, multiples of 128: a part of a few rows would take
-    a product of its own that leaves most of a GPU idle.
-    """
-    least, most = elements
-    count = min(max(TILE_FLOPS // (2 * H), least), most)
-    rows = min(C, equal_parts(C, max(count // block // 128 * 128, 128), 128))
-    return rows, min(max(count // rows // block, 1) * block, V)
-
-
-def rows_of_hidden(H: int, elements: tuple[int, int] = TILE_ELEMENTS) -> int:
-    """Rows of the products of d_hidden that the Triton backend holds at a time."""
-    return max(elements[0] // H // 128 * 128, 128)
-
-
 def multiple_of_16(n: int) -> int:
     """``n`` rounded up to a multiple of 16: rows of what kernels write, as their masks are."""
     return -(-n // 16) * 16
@@ -331,22 +285,17 @@ def chunked(call: Call, C: int, T: int) -> Way:
     n, V, H, acc = call.n, call.V, call.H, call.acc
     T, narrow = min(T, V), call.element < acc
     name, C = (ONE_CHUNK, max(n, 1)) if n <= C else (CHUNKS, C)
-    heads = 2 if call.teacher else 1
     width = multiple_of_16(V) if call.triton else V
-    held = {"logits of a chunk": C * width * call.logit * heads}
+    held = {"logits of a chunk": C * width * call.logit * (2 if call.teacher else 1)}
     if call.triton:
-        T, block = V, call.gemm_block
-        products = min(rows_of_hidden(H), C) * H  # of d_hidden, in the same buffer
-        if not block:
-            block = EXP_BLOCK_V
-            rows, T = tile_shape(C, V, H, exp_block(V))
-            products = max(products, rows * multiple_of_16(T))
-        held["tile of products"] = 4 * products
+        # Products of a tile of the logits, and of rows of d_hidden, share a buffer.
+        tile = 0 if call.gemm_block else min(tile_products(H) + 16 * C, C * width)
+        held["tile of products"] = 4 * max(tile, min(max(TILE_ELEMENTS[0], 128 * H), C * H))
         # Single entries and their sorted copies take 80 bytes a token.
-        held["statistics and entries"] = C * (8 * -(-V // block) + 84)
+        held["statistics and entries"] = C * (8 * -(-V // (call.gemm_block or EXP_BLOCK_V)) + 84)
         if call.weight and narrow:
             held["scaled hidden states"] = C * H * call.element
-        if call.fp16 and call.weight:
+        if call.weight and call.fp16:
             held["rows of d_weight"] = min(WEIGHT_ROWS, V) * H * acc
     else:
         held["tiles"] = call.copies * C * T * acc
@@ -361,40 +310,40 @@ def chunked(call: Call, C: int, T: int) -> Way:
             held["probabilities of a chunk"] = 0 if call.teacher else C * V * acc
         else:
             held["tiles of divergences"] = 4 * C * compared_classes(call, C, T) * acc
-    return _way(name, C, T, held, call)
+    return _way(call, name, C, V if call.triton else T, held)
+
+
+def tile_products(H: int, elements: tuple[int, int] = TILE_ELEMENTS) -> int:
+    """Float32 products of a tile of logits that the Triton backend holds at a time."""
+    return min(max(TILE_FLOPS // (2 * H), elements[0]), elements[1])
 
 
 def by_tiles(call: Call, R: int, T: int) -> Way:
-    """Tiles of R tokens and T classes, and the bytes that they hold."""
+    """Tiles of ``R`` tokens and ``T`` classes, and the bytes that they hold."""
     n, H, acc = call.n, call.H, call.acc
     T, narrow = min(T, call.V), call.element < acc
+    rows = T * H * acc
+    held = {"d_weight of a tile": rows if call.weight and narrow else 0}
     if call.triton:
-        held = {
-            "tile of products": R * multiple_of_16(T) * 4,
-            "gradient of a tile": R * multiple_of_16(T) * call.element,
-        }
+        held["tile of products"] = R * multiple_of_16(T) * 4
+        held["gradient of a tile"] = R * multiple_of_16(T) * call.element
         if call.hidden and n < call.N:
             held["d_hidden of the rows used"] = n * H * acc
-        if call.weight and narrow and n > R:
-            held["d_weight of a tile"] = T * H * acc
-        if call.fp16 and call.weight:
+        if call.weight and call.fp16:
             held["scaled hidden states"] = n * H * (acc + call.element)
-            held["rows of d_weight"] = T * H * acc
+            held["rows of d_weight"] = rows
         # Up to five numbers a row and split, before the tiles are made.
         before = 20 * call.N * min(-(-call.V // 64), MAX_SPLITS)
         held["statistics"] = max(before - sum(held.values()), 0) + 4 * 16 * n
     else:
-        held = {
-            "tiles": call.copies * R * T * acc,
-            "rows of hidden states": 3 * R * H * acc,
-            "statistics": 8 * 16 * n,
-            "rows of weight": T * H * acc if narrow else 0,
-            "d_weight of a tile": T * H * acc if call.weight and narrow else 0,
-        }
-    return _way(TILES, R, T, held, call)
+        held["tiles"] = call.copies * R * T * acc
+        held["rows of hidden states"] = 3 * R * H * acc
+        held["rows of weight"] = rows if narrow else 0
+        held["statistics"] = 8 * 16 * n
+    return _way(call, TILES, R, T, held)
 
 
-def _way(name: str, tokens: int, classes: int, held: dict[str, int], call: Call) -> Way:
+def _way(call: Call, name: str, tokens: int, classes: int, held: dict[str, int]) -> Way:
     """A way that holds ``held``, and what every way holds."""
     N, H, acc, narrow = call.N, call.H, call.acc, call.element < call.acc
     held |= {

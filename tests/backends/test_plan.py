@@ -21,7 +21,7 @@ def test_one_chunk_beats_several_beside_an_accumulator_until_it_is_larger():
     size = plan.chunk_size(LLAMA._replace(n=32768, N=32768))
     assert size % 128 == 0
     assert size * 128256 * 2 <= plan.DEVICE_BUDGET
-    assert plan.chunk_size(LLAMA, 7) == 7
+    assert plan.way_of(LLAMA, chunk_tokens=7).tokens == 7
 
 
 def test_chunks_of_a_large_head_on_a_cpu_are_worth_adding_to_its_gradient():
@@ -79,11 +79,12 @@ def test_a_large_device_has_larger_chunks(gib, budget):
 
 @given(st.integers(1, 40_000), st.integers(1, 300_000), st.integers(1, 16384))
 def test_rows_of_tiles_are_equal(C, V, H):
-    rows, T = plan.tile_shape(C, V, H, min(1 << (V - 1).bit_length(), plan.EXP_BLOCK_V))
+    block = min(1 << (V - 1).bit_length(), plan.EXP_BLOCK_V)
+    rows, T = archs.BY_NAME["sm_90"].tile_shape(C, V, H, block)
     parts = -(-C // rows)
     assert rows == C or rows % 128 == 0
     assert parts * rows - C < 128 * parts  # no part is smaller than the others by more
-    assert rows * T <= max(plan.TILE_ELEMENTS[1], 128 * plan.EXP_BLOCK_V)
+    assert rows * T <= plan.tile_products(H)
 
 
 def test_less_memory_takes_the_next_way():

@@ -84,13 +84,20 @@ class Architecture(NamedTuple):
     def tile_shape(
         self, C: int, V: int, H: int, block: int, processors: int = 1
     ) -> tuple[int, int]:
-        """Rows and columns of the products of ``C`` tokens that are held at a time."""
-        rows, T = plan.tile_shape(C, V, H, block, self.tile_elements)
+        """Rows and columns of the products of ``C`` tokens that are held at a time.
+
+        The rows are equal parts of ``C``, multiples of 128: a part of a few rows would take a
+        product of its own that leaves most of a GPU idle. The columns are whole blocks.
+        """
+        count = plan.tile_products(H, self.tile_elements)
+        rows = min(C, plan.equal_parts(C, max(count // block // 128 * 128, 128), 128))
+        T = min(max(count // rows // block, 1) * block, V)
         return rows_in_waves(C, T, rows, processors), T
 
     def rows_of_hidden(self, C: int, H: int, processors: int = 1) -> int:
         """Rows of the products of d_hidden of ``C`` tokens that are held at a time."""
-        return rows_in_waves(C, H, plan.rows_of_hidden(H, self.tile_elements), processors)
+        rows = max(self.tile_elements[0] // H // 128 * 128, 128)
+        return rows_in_waves(C, H, rows, processors)
 
 
 def rows_in_waves(C: int, columns: int, most: int, processors: int) -> int:

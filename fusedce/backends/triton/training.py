@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, Summed, call_of, waiting
-from fusedce.backends.plan import TILES, exp_block, multiple_of_16, way_of
+from fusedce.backends.plan import TILES, multiple_of_16, way_of
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.forward import token_stats
 from fusedce.backends.triton.head_gradients import (
@@ -140,7 +140,9 @@ class _Chunks(Head):
         (V, H), n = weight.shape, len(labels)
         self.problem, self.packed, self.argmax, self.outer = problem, packed, argmax, outer
         self.gemm, self.multiply = gemm, product(device, dtype)
-        self.block = exp_block(V, self.arch.exp_block_v) if gemm is None else gemm.BLOCK_V
+        # At least the 16 that rows are padded to.
+        block = min(max(power_of_2(V), 16), self.arch.exp_block_v)
+        self.block = block if gemm is None else gemm.BLOCK_V
         self.blocks = -(-V // self.block)
         # Products of a tile of the logits, and of rows of d_hidden, share a buffer.
         processors = archs.processors(device)
