@@ -92,7 +92,9 @@ class FusedTrainerMixin:
         order = cls.__mro__
         behind = order[order.index(FusedTrainerMixin) + 1 :]
         before = order[1 : order.index(FusedTrainerMixin)]
-        if any(_is_trainer(kind) for kind in before):
+        others = [kind for kind in before if not issubclass(kind, FusedTrainerMixin)]
+        bases = [base.__module__ for kind in others for base in kind.__mro__]
+        if any(name.startswith("transformers.trainer") for name in bases):
             raise TypeError(
                 f"FusedTrainerMixin must stand before the Trainer, or it does nothing: write "
                 f"class {cls.__name__}(FusedTrainerMixin, {cls.__bases__[0].__name__})"
@@ -206,8 +208,15 @@ class FusedTrainerMixin:
                 self._run_count += n_tokens
             declared = int(self._sum_over_ranks(torch.as_tensor(self._declared)))
             self._declared = 0
-            owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind))
-            _check_counted(owner, n_tokens, declared, self._shift)
+            if declared != n_tokens:
+                owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind))
+                hint = f": {owner.__name__}.compute_loss must call super().compute_loss"
+                hint = "" if owner is FusedTrainerMixin else hint
+                raise RuntimeError(
+                    f"the model's loss has counted {n_tokens} tokens since the last logging step, "
+                    f"but its labels hold {declared} (after a shift by {self._shift}): the loss "
+                    f"would be divided by a wrong number{hint}"
+                )
             if of_interval:
                 logs["loss"] = metrics["loss"]
                 logs |= {} if self._stats is None else self._stats.logged()
@@ -371,13 +380,6 @@ class TokenStats:
         return {f"{prefix}{name}": x for name, x in found.items()}
 
 
-def _is_trainer(kind: type) -> bool:
-    """Whether this is the Trainer of transformers, or derived from it but not from the mixin."""
-    if issubclass(kind, FusedTrainerMixin):
-        return False
-    return any(k.__module__.startswith("transformers.trainer") for k in kind.__mro__)
-
-
 def _refuse_other_settings(trainer: Any) -> None:
     """Raise for another loss than the model's own, and for several GPUs in one process."""
     settings = trainer.args
@@ -407,22 +409,6 @@ def _refuse_other_settings(trainer: Any) -> None:
         raise RuntimeError(
             f"FusedTrainerMixin does not work with nn.DataParallel, which Trainer uses for "
             f"{settings.n_gpu} GPUs in one process: start one process per GPU with torchrun"
-        )
-
-
-def _check_counted(owner: type, n_tokens: int, declared: int, shift: int | None) -> None:
-    """Raise an error unless the loss that ``owner`` computes has counted the tokens declared."""
-    if not n_tokens and declared and owner.__name__ != "FusedTrainerMixin":
-        raise RuntimeError(
-            f"{owner.__name__}.compute_loss has not computed the model's loss through "
-            f"super().compute_loss, so that no token was counted: call it, or leave "
-            f"FusedTrainerMixin out"
-        )
-    if declared != n_tokens:
-        raise RuntimeError(
-            f"the model's loss has counted {n_tokens} tokens since the last logging step, but its "
-            f"labels hold {declared} (after a shift by {shift}): the loss would be divided by a "
-            f"wrong number"
         )
 
 
