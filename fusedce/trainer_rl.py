@@ -87,21 +87,12 @@ class _Fused:
         They are log-probability (always computed), entropy, log of the sum of squared
         probabilities, mean logit, and whether the label is the likeliest class.
         """
-
-        def compute(temperature: float, mean_logit: bool = False) -> Any:
-            return fused_logprobs(
-                hidden,
-                weight,
-                labels,
-                bias=bias,
-                ignore_index=None,
-                softcap=softcap,
-                logit_scale=float(logit_scale),
-                temperature=float(temperature),
-                mean_logit=mean_logit,
-            )
-
-        stats = compute(temperature, mean_logit="mean_logits" in outputs)
+        compute: Any = functools.partial(
+            fused_logprobs, hidden, weight, labels, bias=bias, ignore_index=None, softcap=softcap,
+            logit_scale=float(logit_scale),
+        )  # fmt: skip
+        t = float(temperature)
+        stats = compute(temperature=t, mean_logit="mean_logits" in outputs)
         found = {
             "log_probs": stats.logprob,
             "entropy": stats.entropy,
@@ -110,7 +101,7 @@ class _Fused:
         }
         if "log_sum_sq_probs" in outputs:  # log sum p^2, from logits times 2
             with torch.no_grad():
-                found["log_sum_sq_probs"] = compute(temperature / 2).lse - 2 * stats.lse
+                found["log_sum_sq_probs"] = compute(temperature=t / 2).lse - 2 * stats.lse
         names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
         return tuple(found[name] if name in (*outputs, "log_probs") else None for name in names)
 

@@ -36,9 +36,8 @@ def sums_of(outs: Sequence[MonitoredLossSum]) -> Tensor:
     def total(values: list[Tensor], least: float = -math.inf) -> Tensor:
         if not values:
             return torch.zeros((), dtype=torch.float64, device=at)
-        return (
-            _exchange.moved(_exchange.together(values).detach(), at).double().clamp(min=least).sum()
-        )
+        every = _exchange.together(values).detach().double()
+        return _exchange.moved(every.clamp(min=least).sum(), at)
 
     found = [total([x.loss_sum for x in outs]), total([x.n_valid for x in outs], 0)]
     for name in MONITORS:
