@@ -11,8 +11,8 @@ With ``d = log p - log q`` everything is made from ``big = max(p, q)`` and ``e =
 see :mod:`fusedce.backends.torch.divergence`, which adds to every class the same terms that sum to
 0, so that nothing cancels near equality. ``k = |d| + e`` is a series there.
 
-Bytes moved a class: 8 each time that the rows are read and 2 or 4 to store, beside 8 H FLOPs of the
-products.
+Bytes moved a class: 8 each time that the rows are read and 2 or 4 to store (4 more where a bias sums
+the gradient), beside 8 H FLOPs of the products.
 """
 
 import triton
@@ -24,9 +24,10 @@ FORWARD: tl.constexpr = tl.constexpr(0)
 REVERSE: tl.constexpr = tl.constexpr(1)
 JSD: tl.constexpr = tl.constexpr(2)
 EDGE: tl.constexpr = tl.constexpr(3)  # JSD with hardly any of one distribution
-# A logit of -inf counts as minus this, and a divergence from `INFINITE` on is infinite.
-NEVER: tl.constexpr = tl.constexpr(1e30)
-INFINITE: tl.constexpr = tl.constexpr(1e15)
+NEVER: tl.constexpr = tl.constexpr(1e30)  # a logit of -inf counts as minus this
+# A logit so far below the log-sum-exp has a probability that float64 still holds. Where the other
+# head excludes its class, the divergence is infinite.
+HARDLY: tl.constexpr = tl.constexpr(-700.0)
 
 
 @triton.jit
@@ -215,12 +216,17 @@ def divergence_rows_kernel(
     sum_s = tl.zeros((), tl.float64)
     sum_t = sum_s
     sum_1 = sum_s
+    given = top_s  # the largest logit of a class that the other head excludes
     z_label = tl.zeros((), tl.float32)
     for start in range(0, V, BLOCK_V):
         z = row_logits(student, bias, start, V, scale, softcap, BLOCK_V)
         t = row_logits(teacher, teacher_bias, start, V, teacher_scale, teacher_softcap, BLOCK_V)
         top_s, sum_s = add_to_sum(z, top_s, sum_s)
         top_t, sum_t = add_to_sum(t, top_t, sum_t)
+        if KIND == FORWARD:
+            given = tl.maximum(given, tl.max(tl.where(z <= -NEVER, t, float("-inf")), axis=0))
+        elif KIND == REVERSE:
+            given = tl.maximum(given, tl.max(tl.where(t <= -NEVER, z, float("-inf")), axis=0))
         if HAS_CE:
             at = start + offs_v == label
             z_label += tl.sum(tl.where(at, z, 0.0), axis=0) * to_plain
@@ -228,6 +234,7 @@ def divergence_rows_kernel(
             top_1, sum_1 = add_to_sum(z, top_1, sum_1)
     lse = tl.log(sum_s) + top_s.to(tl.float64)
     lse_t = tl.log(sum_t) + top_t.to(tl.float64)
+    impossible = given - (lse if KIND == REVERSE else lse_t) > HARDLY
     shift = (lse - lse_t).to(tl.float32)
     bad = lse - lse + (lse_t - lse_t)  # 0, or NaN
     lse = lse.to(tl.float32)
@@ -302,6 +309,6 @@ def divergence_rows_kernel(
             )
             if wide is not None:
                 tl.store(wide + start + offs_v, g, mask=start + offs_v < width)
-    divergence = tl.where(divergence >= INFINITE, float("inf"), divergence + bad)
+    divergence = tl.where(impossible, float("inf"), divergence) + bad
     loss = weight.to(tl.float64) * (divergence + of_ce * nll)
     tl.store(losses + c, tl.where(known, loss, float("nan")).to(tl.float32))

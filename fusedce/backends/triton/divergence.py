@@ -8,7 +8,6 @@ computed, ignored ones as zeros.
 
 from __future__ import annotations
 
-import math
 from typing import Any, cast
 
 import torch
@@ -29,13 +28,11 @@ from fusedce.backends.triton.launch import (
 )
 from fusedce.backends.triton.products import add_product, product, scaled_by
 from fusedce.backends.triton.training import rows_and_factor
-from fusedce.contract.divergence import JSD, KINDS, NEVER, REVERSE, Divergence
-from fusedce.contract.problem import Problem, Projection, Wanted
+from fusedce.contract.divergence import KINDS, Divergence
+from fusedce.contract.problem import Problem, Wanted
 from fusedce.kernels.divergence import EDGE, divergence_rows_kernel
 
 _AMPLIFY = 2.0**13  # of float16, whose probabilities would underflow
-_COLUMNS = 16384  # logits of a row that are copied at a time
-_HARDLY = 700  # a logit so far below the largest has a probability that float64 still holds
 
 
 def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wanted) -> Summed:
@@ -125,10 +122,6 @@ class _Chunk:
             "KIND": EDGE.value if divergence.is_uneven() else KINDS.index(divergence.kind),
             "HAS_CE": divergence.ce_weight != 0,
         }
-        head, self.other = (student, teacher)[:: -1 if divergence.kind == REVERSE else 1]
-        self.excluded = None  # (V,) bool: by a bias of -inf of the head whose logarithm diverges
-        if divergence.kind != JSD and head.bias is not None and head.softcap is None:
-            self.excluded = head.bias <= -NEVER
         buffers = torch.empty(2, C, width, dtype=torch.float32, device=device)
         self.of_student, self.of_teacher = buffers.unbind()
 
@@ -150,10 +143,6 @@ class _Chunk:
         hidden, weight = (cast(Tensor, x) for x in self.divergence[:2])
         there, t = hidden[some], self.of_teacher[:C]
         product(device, there.dtype)(there, weight.t(), out=t[:, :V])
-        impossible = None
-        if self.excluded is not None:
-            products = (s if self.divergence.kind == REVERSE else t)[:, :V]
-            impossible = _gives(self.other, products, self.excluded) & (weights != 0)
         run(
             divergence_rows_kernel,
             (C,),
@@ -168,23 +157,5 @@ class _Chunk:
             stride_g=g.stride(0),
             **self.common,
         )
-        if impossible is not None:
-            losses += torch.where(impossible, weights.sign() * math.inf, 0)
         wide = s if g is s else t
         return losses, g[:, :V] if self.train else None, wide[:, :V], factors
-
-
-def _gives(head: Projection, products: Tensor, excluded: Tensor) -> Tensor:
-    """``(C,)`` bool: ``head`` gives a class that is ``excluded (V,)`` a probability.
-
-    The kernel takes a logit of -inf for a large number, times which a small probability is finite.
-    """
-    tops = []
-    for i in range(0, len(excluded), _COLUMNS):
-        some = slice(i, i + _COLUMNS)
-        z = products[:, some] if head.bias is None else products[:, some] + head.bias[some]
-        z = z * head.scale
-        z = z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)
-        tops.append((z.amax(1), z.masked_fill(~excluded[some], -math.inf).amax(1)))
-    top, given = (torch.stack(x).amax(0) for x in zip(*tops, strict=True))
-    return given - top > -_HARDLY
