@@ -25,6 +25,7 @@ from fusedce.autograd import sums, tokens
 from fusedce.autograd.derivatives import refuse_forward_mode, transformed, wanted_gradients
 from fusedce.backends import chosen
 from fusedce.backends.choose import resolve_backend
+from fusedce.contract.checks import checked
 from fusedce.contract.objective import Stats, folded, with_expected_upstream
 from fusedce.contract.problem import Problem
 from fusedce.contract.results import LossSum
@@ -73,12 +74,13 @@ def _by_tokens(task: Task, *, train: bool) -> bool:
 def sum_with_grads(problem: Problem) -> sums.SumWithGrads | None:
     """The sum with the gradients that are wanted, without graph, for the caller's autograd node.
 
-    ``None`` where the forward pass computes no gradients.
+    ``problem`` is as a public function would get it. ``None`` where the forward pass computes no
+    gradients.
     """
     wanted = wanted_gradients(problem)
     if transformed() or problem.label_smoothing or not any(wanted):
         return None
-    problem = _prepared(Task(problem)).problem
+    problem = _prepared(Task(checked(problem))).problem
     return sums.with_grads(with_expected_upstream(problem), wanted)
 
 

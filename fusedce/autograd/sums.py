@@ -79,6 +79,7 @@ class SumWithGrads(NamedTuple):
     out: LossSum
     saved: tuple[Tensor, ...]  # factor () of the gradients, then these; (0,): not wanted
     finish: Finish
+    inputs: list[Tensor]  # whose gradients they are, cast and flattened
 
 
 def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
@@ -88,7 +89,9 @@ def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
         total, n_valid, _, *saved = torch.ops.fusedce.sum(*task.flat())
     ours, dtype = not keeps_saved_tensors(), problem.hidden.dtype
     finish = Finish(wanted, dtype, str(problem.backend), ours)
-    return SumWithGrads(LossSum(total, n_valid), tuple(saved), finish)
+    given = problem.hidden, problem.weight, problem.bias
+    inputs = [x for x in given if x is not None and x.requires_grad]
+    return SumWithGrads(LossSum(total, n_valid), tuple(saved), finish, inputs)
 
 
 @torch.library.custom_op(

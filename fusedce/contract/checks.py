@@ -251,12 +251,6 @@ def with_a_row(problem: Problem) -> Problem:
     return problem.but(weight=weight.new_empty(1, weight.shape[1]), bias=bias)
 
 
-def check_reduction(reduction: object) -> None:
-    """Raise ``ValueError`` unless ``reduction`` is one of the three that torch has."""
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-
-
 def check_number(name: str, value: float) -> float:
     """``value`` as a float; ``TypeError`` or ``ValueError`` where :data:`RANGES` forbids it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -9,14 +9,16 @@ from torch import Tensor
 
 from fusedce.autograd import dispatch
 from fusedce.backends.shards.agreement import LOSSES, SUM
-from fusedce.contract.checks import check_reduction, check_tensor_types
-from fusedce.contract.divergence import Divergence, checked_targets
+from fusedce.contract.checks import check_choice
+from fusedce.contract.divergence import Divergence, targets_of
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.objective import expected, weights_and_count
 from fusedce.contract.problem import Problem, acc_dtype
 from fusedce.contract.task import Task
 from fusedce.loss.sharded_problem import divergence_task, no_labels, ready
+
+REDUCTIONS = ("mean", "sum", "none")
 
 
 @explains_names
@@ -104,9 +106,9 @@ def fused_cross_entropy(
     if _are_probabilities(hidden, labels):
         return _of_probabilities(problem, placed, reduction)
 
-    def check(given: Problem) -> tuple[Problem, dict[str, Any]]:
-        check_reduction(reduction)
-        return given, {"reduction": reduction}
+    def check(given: Problem) -> dict[str, Any]:
+        check_choice("reduction", reduction, REDUCTIONS)
+        return {"reduction": reduction}
 
     problem, shard, tokens = ready(problem, placed, LOSSES if reduction == "none" else SUM, check)
     task = Task(problem, shard=shard)
@@ -136,20 +138,20 @@ def _are_probabilities(hidden: Tensor, labels: Tensor) -> bool:
 
 def _of_probabilities(problem: Problem, placed: Any, reduction: str) -> Tensor:
     """The loss of class probabilities; on a sharded vocabulary of those of this rank's classes."""
-    given, ignore_index = local_of(problem.labels), problem.ignore_index
+    given, asked = local_of(problem.labels), problem
 
-    def checked(here: Problem, shard: bool) -> tuple[Problem, Divergence]:
-        check_reduction(reduction)
-        check_tensor_types(here)
+    def check(here: Problem, shard: bool) -> Divergence:
+        check_choice("reduction", reduction, REDUCTIONS)
         if shard and placed[1]:
             raise ValueError(
                 "tokens_sharded must be False with labels of class probabilities: a rank needs "
                 "those of its classes for all tokens, so gather the hidden states before"
             )
-        return checked_targets(here.but(ignore_index=ignore_index), given, shard=shard)
+        return targets_of(here.but(ignore_index=asked.ignore_index), given)
 
-    problem = problem.but(labels=no_labels(problem.hidden), ignore_index=None)
-    task, _ = divergence_task(problem, placed, reduction, checked)
+    labels, backend = no_labels(problem.hidden), problem.backend or "torch"
+    problem = problem.but(labels=labels, ignore_index=None, backend=backend)
+    task, _ = divergence_task(problem, placed, reduction, check)
     if reduction == "none":
         return dispatch.token_losses(task).view(given.shape[:-1])
     return _reduced(task, reduction, task.problem.but(class_weight=None))

@@ -160,8 +160,8 @@ def _asked(
         student = student.but(labels=no_labels(hidden), ignore_index=None)
     given = Divergence(teacher_hidden, teacher_weight, kind=divergence, **of_teacher)
 
-    def checked(here: Problem, shard: bool) -> tuple[Problem, Divergence]:
+    def check(here: Problem, shard: bool) -> Divergence:
         return checked_divergence(here, given.local() if shard else given, labels, shard=shard)
 
     placed = process_group, tokens_sharded, vocab_size
-    return divergence_task(student, placed, reduction, checked)
+    return divergence_task(student, placed, reduction, check)
