@@ -94,14 +94,10 @@ def token_stats(task: Task) -> tuple[Tensor, Stats]:
 
     0 at ignored labels. The likeliest of several classes is the token's label.
     """
-    task, labels = _prepared(task), task.problem.labels
-    if labels.dim() == 1:
-        stats = tokens.token_stats(task)[0]
-        return -stats.nll, stats
-    if task.problem.ignore_index == torch.iinfo(labels.dtype).min:  # no class is ignored
-        labels = labels.clamp(min=torch.iinfo(labels.dtype).min + 1)
-        task = task.but(problem=task.problem.but(labels=labels))
+    task = _prepared(task)
     stats, z = tokens.token_stats(task)
+    if task.problem.labels.dim() == 1:
+        return -stats.nll, stats
     valid = task.problem.valid()
     return chosen.logprobs(z, chosen.likeliest(z.detach(), valid), stats.nll, valid), stats
 

@@ -47,8 +47,8 @@ def check_options(problem: Problem) -> None:
 
 def flattened(problem: Problem) -> Problem:
     """Put tokens in one dimension, numbers in floats, and weights in float32 or better."""
-    hidden = problem.hidden
-    labels, ignore_index = problem.labels.reshape(-1), problem.ignore_index
+    hidden, ignore_index = problem.hidden, problem.ignore_index
+    labels = problem.labels.reshape(-1, *problem.labels.shape[hidden.dim() - 1 :])  # (N,) or (N, K)
     if ignore_index is None:  # a value that no label has
         ignore_index = torch.iinfo(labels.dtype).min
         labels = labels.clamp(min=ignore_index + 1)

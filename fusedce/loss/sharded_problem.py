@@ -85,35 +85,32 @@ def ready(
         if sharded:
             given, groups, tokens_sharded = layout_of(given, process_group, tokens_sharded)
         given = autocast(given)
-        labels = given.labels
+        labels, one = given.labels, given
         several = function == STATISTICS and has_several_classes(given)
         if several:
             function = f"{function}, {labels.shape[-1]} classes each"
-            given = given.but(labels=labels[..., 0])
-        check_tensors(with_a_row(given) if sharded else given)
+            one = given.but(labels=labels[..., 0])
+        check_tensors(with_a_row(one) if sharded else one)
         c = given.class_weight
         # The class weights are those of all ranks' classes, whose number `agree` finds.
         check_options(given.but(weight=c) if sharded and isinstance(c, Tensor) else given)
-        asked = {"function": function, "monitor": "", **check(given.but(labels=labels))}
+        asked = {"function": function, "monitor": "", **check(given)}
         if sharded:
-            # An environment may differ between ranks as arguments may.
-            budget = memory_budget_of(given.memory_budget, given.chunk_tokens)
-            backend = resolve_backend(given.backend, given.hidden)
-            given = given.but(backend=backend, memory_budget=budget)
-            given = given.but(labels=given.labels.long())  # some ranks' may be int32
+            given = given.but(
+                labels=labels.long(),  # some ranks' may be int32
+                # An environment may differ between ranks as arguments may.
+                memory_budget=memory_budget_of(given.memory_budget, given.chunk_tokens),
+                backend=resolve_backend(given.backend, given.hidden),
+            )
         flat = flattened(given)
-        if several:
-            classes = labels.to(flat.labels.dtype).reshape(-1, labels.shape[-1])
-            flat = flat.but(labels=classes)
         if flat.temperature is not None:
             used = flat.valid().any(1) if several else flat.valid()
             flat = flat.but(temperature=checked_temperature(flat.temperature, given.hidden, used))
     if not sharded:
         return flat, None, Tokens()
     shard, tokens = agree(
-        given.but(labels=labels), groups, tokens_sharded=tokens_sharded, vocab_size=vocab_size,
-        **asked,
-    )  # fmt: skip
+        given, groups, tokens_sharded=tokens_sharded, vocab_size=vocab_size, **asked
+    )
     real = max(shard.V - shard.first, 0)
     if real < len(flat.weight):  # the others are padding
         bias = None if flat.bias is None else flat.bias[:real]

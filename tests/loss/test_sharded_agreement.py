@@ -188,7 +188,7 @@ WRONG = [
     ("tokens_sharded", LOSS, {"labels": GIVEN[:, :3], "tokens_sharded": True}),
     ("pass weight.redistribute(placements=[Shard(0)])", of_placements, {"at": 1}),
     ("ValueError: weight must have Shard(0)", of_placements, {"at": 1}),
-    ("pass weight.full_tensor()", of_placements, {"at": None}),
+    ("or weight.full_tensor()", of_placements, {"at": None}),
     ("pass hidden.redistribute(placements=[Replicate()])", of_placements,
      {"placed": "hidden", "at": 1}),
     ("TypeError: teacher_weight must be a plain tensor", teacher_placed, {}),

@@ -214,8 +214,9 @@ def layout_of(
     if len(split) != 1 or not placements[split[0]].is_shard(0):
         raise ValueError(
             f"weight must have Shard(0) over one dimension of its mesh and Replicate() over the "
-            f"others, got {placements}: pass weight.full_tensor() for a loss of the whole head, or "
-            f"weight.redistribute(placements={_with('Shard(0)', placements, *split[-1:])})"
+            f"others, got {placements}: pass weight.redistribute(placements="
+            f"{_with('Shard(0)', placements, *split[-1:])}), or weight.full_tensor() to compute "
+            f"the whole head on each rank"
         )
     for name, x in problem._asdict().items():
         if is_dtensor(x) and x.device_mesh != mesh:
