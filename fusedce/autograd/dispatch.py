@@ -27,9 +27,8 @@ from fusedce.backends import chosen
 from fusedce.backends.choose import resolve_backend
 from fusedce.contract.checks import checked
 from fusedce.contract.objective import Stats, folded, with_expected_upstream
-from fusedce.contract.problem import Problem
+from fusedce.contract.problem import Problem, Task
 from fusedce.contract.results import LossSum
-from fusedce.contract.task import Task
 
 
 class Monitored(NamedTuple):

@@ -32,9 +32,16 @@ from fusedce.autograd.derivatives import (
 )
 from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import waiting, without_values
-from fusedce.contract.problem import Problem, Wanted, acc_dtype
+from fusedce.contract.problem import (
+    Problem,
+    Task,
+    Wanted,
+    acc_dtype,
+    arguments_of,
+    of_task,
+    schema_of,
+)
 from fusedce.contract.results import LossSum
-from fusedce.contract.task import Task, arguments_of, of_task, schema_of
 
 
 def loss_sum(task: Task) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,8 +27,7 @@ from fusedce.backends.gradients import check_divergence_budget, of_inputs, witho
 from fusedce.backends.shards.tokens import OfShard
 from fusedce.backends.upstream import Upstreams, Values, upstream_of
 from fusedce.contract.objective import Stats, token_losses
-from fusedce.contract.problem import Problem, Wanted, acc_dtype
-from fusedce.contract.task import Task, of_task, schema_of
+from fusedce.contract.problem import Problem, Task, Wanted, acc_dtype, of_task, schema_of
 
 
 def losses(task: Task) -> tuple[Tensor, Stats]:

@@ -1,9 +1,9 @@
-"""The record of a divergence from a teacher or from given probabilities, and its checks."""
+"""Checks of a divergence from a teacher or from given probabilities, and its plainest formula."""
 
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,15 +18,17 @@ from fusedce.contract.checks import (
     checked,
     with_a_row,
 )
-from fusedce.contract.groups import local_of
-from fusedce.contract.problem import NUMBERS, Problem, Projection, acc_dtype
-
-FORWARD, REVERSE, JSD = KINDS = ("forward", "reverse", "jsd")
-TARGETS = "targets"  # the cross-entropy of given probabilities, which have no teacher
-INFINITE = 1e15
-"""Nats of a token from which its divergence is infinite: see `NEVER`."""
-NEVER = 1e30
-"""A logit of -inf counts as minus this: differences of two such logits are 0 and not NaN."""
+from fusedce.contract.problem import (
+    FORWARD,
+    JSD,
+    KINDS,
+    NEVER,
+    NUMBERS,
+    REVERSE,
+    TARGETS,
+    Divergence,
+    Problem,
+)
 
 
 def forward_terms(log_q: Tensor, log_p: Tensor) -> Tensor:
@@ -41,66 +43,6 @@ def forward_terms(log_q: Tensor, log_p: Tensor) -> Tensor:
     half = (log_q - log_p) / 2
     tanh = half.tanh()
     return (log_p.exp() + log_q.exp()) * (half * (tanh - 1) + tanh)
-
-
-class Divergence(NamedTuple):
-    """The other distribution and the divergence: arguments of the operators after a `Problem`."""
-
-    teacher_hidden: Tensor | None = None  # (N, H of the teacher)
-    teacher_weight: Tensor | None = None  # (V, H of the teacher)
-    teacher_bias: Tensor | None = None  # (V,)
-    teacher_softcap: float | None = None
-    teacher_logit_scale: float = 1.0
-    kind: str = FORWARD  # one of KINDS, or TARGETS
-    beta: float = 0.5  # of "jsd", in (0, 1)
-    temperature: float = 1.0
-    ce_weight: float = 0.0  # of the student's cross-entropy at temperature 1, beside the divergence
-    probabilities: Tensor | None = None  # (N, V) floating, of TARGETS; without a teacher
-
-    def but(self, **changes: Any) -> Divergence:
-        """The record with other values in some fields."""
-        return Divergence(**{**dict(zip(Divergence._fields, self, strict=True)), **changes})
-
-    def local(self) -> Divergence:
-        """The record with this rank's part of every DTensor."""
-        return self.but(**{name: local_of(x) for name, x in self._asdict().items()})
-
-    def settings(self) -> dict[str, Any]:
-        """Return the options that must be equal on all ranks of a sharded vocabulary."""
-        given = self._asdict()
-        found = {name: x for name, x in given.items() if not isinstance(x, Tensor)}
-        found["divergence"] = found.pop("kind")
-        for name in ("teacher_hidden", "teacher_bias", "probabilities"):
-            found[f"{name}.dtype"] = None if given[name] is None else str(given[name].dtype)[6:]
-        return found | {"H of the teacher": self.teacher_size()}
-
-    def student(self, problem: Problem) -> Projection:
-        """The student's projection; its logits are divided by the temperature."""
-        return self._over_temperature(Projection.of(problem))
-
-    def teacher(self) -> Projection:
-        """The teacher's projection, whose logits are divided by the temperature too."""
-        assert self.teacher_weight is not None
-        scale, softcap = self.teacher_logit_scale, self.teacher_softcap
-        given = Projection(self.teacher_weight, self.teacher_bias, scale, softcap)
-        return self._over_temperature(given)
-
-    def _over_temperature(self, head: Projection) -> Projection:
-        weight, bias, scale, softcap = head
-        if bias is not None:
-            bias = bias.detach().to(acc_dtype(bias.dtype))
-            # With a scale below 0, -inf becomes a logit of +inf, whose loss must stay NaN.
-            bias = bias.clamp(min=-NEVER) if scale > 0 else bias
-        t = self.temperature
-        return Projection(weight, bias, scale / t, None if softcap is None else softcap / t)
-
-    def teacher_size(self) -> int | None:
-        """The teacher's H; ``None`` without a teacher."""
-        return None if self.teacher_weight is None else self.teacher_weight.shape[1]
-
-    def is_uneven(self) -> bool:
-        """Whether "jsd" mixes in very little of one of the distributions."""
-        return self.kind == JSD and not 0.1 <= self.beta <= 0.9
 
 
 def checked_divergence(

@@ -13,9 +13,8 @@ from fusedce.backends.shards.agreement import SUM
 from fusedce.contract.checks import check_argmax_out
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
-from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.problem import Problem, Task, Wanted
 from fusedce.contract.results import MONITORS, LossSum, MonitoredLossSum
-from fusedce.contract.task import Task
 from fusedce.loss.sharded_problem import ready
 
 

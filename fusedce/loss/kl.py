@@ -8,12 +8,11 @@ from torch import Tensor
 
 from fusedce.autograd import dispatch
 from fusedce.backends.shards.collectives import Tokens
-from fusedce.contract.divergence import Divergence, checked_divergence
+from fusedce.contract.divergence import checked_divergence
 from fusedce.contract.explain import explains_names, takes_arguments_of
 from fusedce.contract.groups import local_of
-from fusedce.contract.problem import Problem
+from fusedce.contract.problem import Divergence, Problem, Task
 from fusedce.contract.results import LossSum
-from fusedce.contract.task import Task
 from fusedce.loss.sharded_problem import divergence_task, no_labels
 
 Kind = Literal["forward", "reverse", "jsd"]

@@ -12,9 +12,8 @@ from fusedce.backends.shards.agreement import ARGMAX, STATISTICS
 from fusedce.contract.checks import check_flag
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
-from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.problem import Problem, Task, Wanted
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
-from fusedce.contract.task import Task
 from fusedce.loss.sharded_problem import no_labels, ready
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedce.contract.checks import check_choice
-from fusedce.contract.divergence import KINDS
+from fusedce.contract.problem import KINDS
 from fusedce.contract.results import LossSum
 
 

@@ -31,10 +31,8 @@ from fusedce.contract.checks import (
     memory_budget_of,
     with_a_row,
 )
-from fusedce.contract.divergence import Divergence
 from fusedce.contract.groups import is_dtensor
-from fusedce.contract.problem import Problem
-from fusedce.contract.task import Shard, Task
+from fusedce.contract.problem import Divergence, Problem, Shard, Task
 
 Placed = tuple[Any, bool, int | None]  # process_group, tokens_sharded, vocab_size
 

@@ -18,9 +18,8 @@ from fusedce.contract.checks import check_int
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.objective import folded
-from fusedce.contract.problem import Problem, Projection, Wanted
+from fusedce.contract.problem import Problem, Projection, Shard, Wanted
 from fusedce.contract.results import TopK
-from fusedce.contract.task import Shard
 from fusedce.loss.logprobs import fused_logprobs
 from fusedce.loss.sharded_problem import no_labels, ready
 

@@ -27,8 +27,7 @@ from fusedce.agreement import (
 )
 from fusedce.backends.shards.collectives import Tokens, waiting_for_ranks
 from fusedce.contract.groups import Ranks, is_dtensor, local_of, name_of
-from fusedce.contract.problem import NUMBERS, Problem
-from fusedce.contract.task import Shard
+from fusedce.contract.problem import NUMBERS, Problem, Shard
 
 SUM, LOSSES, STATISTICS, ARGMAX, TOPK, DIVERGENCE = (
     "a sum of losses",
