@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd.derivatives import (
-    batched,
     detached,
     keeps_saved_tensors,
     needed_gradients,
     refuse_second_derivatives,
+    transformed,
 )
 from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import waiting, without_values
@@ -195,9 +195,9 @@ def _scaled(grad: Tensor, factor: Tensor, backend: str, *, ours: bool) -> Tensor
     Without ``retain_graph`` the saved gradient may be overwritten, which saves a second buffer of
     the weight's size. With it, the next backward must find the gradient as it is; and a compiler
     that traces this function (with tensor subclasses) must see a pure function. So must a
-    transform, which has a factor for each sample.
+    transform or ``is_grads_batched=True``, which have a factor for each sample.
     """
-    if batched(factor):
+    if transformed() or torch._C._functorch.is_legacy_batchedtensor(factor):
         return (grad.to(factor.dtype) * factor).to(grad.dtype)
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
     if ours and type(grad) is Tensor and not keep:

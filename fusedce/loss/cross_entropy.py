@@ -123,12 +123,15 @@ def fused_cross_entropy(
 
 def _reduced(task: Task, reduction: str, counted: Problem) -> Tensor:
     """The sum of the losses, or their mean, divided by the labels and weights of ``counted``."""
-    problem = task.problem
+    problem, dtype = task.problem, acc_dtype(task.problem.hidden.dtype)
     if reduction == "sum":
-        return dispatch.loss_sum(task.but(problem=_as_it_is(problem)))[0].loss_sum
+        if torch.compiler.is_compiling() or expected() is None:  # else that factor is expected
+            one = problem.hidden.new_ones((), dtype=dtype)
+            task = task.but(problem=problem.but(expected_upstream=one))
+        return dispatch.loss_sum(task)[0].loss_sum
     weights, count = weights_and_count(counted)
     # Weights of 0 alone are 0 / 0, as in torch; no valid label is not.
-    denominator = torch.where(count > 0, weights, 1.0).to(acc_dtype(problem.hidden.dtype))
+    denominator = torch.where(count > 0, weights, 1.0).to(dtype)
     task = task.but(problem=problem.but(expected_upstream=1 / denominator))
     return dispatch.loss_sum(task)[0].loss_sum / denominator
 
@@ -159,14 +162,6 @@ def _of_probabilities(problem: Problem, placed: Any, reduction: str) -> Tensor:
     if reduction == "none":
         return dispatch.token_losses(task).view(given.shape[:-1])
     return _reduced(task, reduction, task.problem.but(class_weight=None))
-
-
-def _as_it_is(problem: Problem) -> Problem:
-    """The problem with an expected upstream gradient of 1, unless another is expected."""
-    if not torch.compiler.is_compiling() and expected() is not None:
-        return problem
-    one = problem.hidden.new_ones((), dtype=acc_dtype(problem.hidden.dtype))
-    return problem.but(expected_upstream=one)
 
 
 # ---- under the names and with the order of arguments of other libraries --------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -75,16 +75,23 @@ def ready(
     """
     process_group, tokens_sharded, vocab_size = placed
     sharded = is_sharded(problem.weight, process_group)
-    groups: list[Any] = []
-    with telling_peers(problem, process_group) if sharded else nullcontext():
+    groups = groups_of(problem.weight, process_group) if sharded else []
+    device = getattr(problem.labels, "device", None)
+    with tell_peers_on_error(groups, device) if sharded else nullcontext():
         check_placed(tokens_sharded, vocab_size, sharded=sharded)
         check_tensor_types(problem)
         given = _tempered(problem, temperature)
         if sharded:
-            given, groups, tokens_sharded = layout_of(given, process_group, tokens_sharded)
+            given, tokens_sharded = layout_of(given, process_group, groups, tokens_sharded)
         given = autocast(given)
         labels, one = given.labels, given
-        several = function == STATISTICS and has_several_classes(given)
+        several = (
+            function == STATISTICS
+            and not labels.is_floating_point()
+            and labels.dim() == given.hidden.dim() > 0
+            and labels.shape[:-1] == given.hidden.shape[:-1]
+            and labels.shape[-1] > 0
+        )
         if several:
             function = f"{function}, {labels.shape[-1]} classes each"
             one = given.but(labels=labels[..., 0])
@@ -132,12 +139,6 @@ def _tempered(problem: Problem, temperature: float | Tensor) -> Problem:
     )
 
 
-def telling_peers(problem: Problem, process_group: Any) -> AbstractContextManager[None]:
-    """Send an error inside the block to the ranks of a sharded vocabulary."""
-    groups = groups_of(problem.weight, process_group)
-    return tell_peers_on_error(groups, device_of(problem.labels))
-
-
 def divergence_task(
     problem: Problem,
     placed: Placed,
@@ -182,23 +183,3 @@ def no_labels(hidden: Any) -> Tensor:
     if is_dtensor(hidden):
         return torch.zeros_like(hidden.detach().sum(-1), dtype=torch.int64)
     return torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-
-
-def has_several_classes(problem: Problem) -> bool:
-    """Whether the labels are ``(..., K)`` class indices for ``hidden (..., H)``."""
-    hidden, labels = problem.hidden, problem.labels
-    return (
-        isinstance(hidden, Tensor)
-        and isinstance(labels, Tensor)
-        and not hidden.is_nested
-        and not labels.is_floating_point()
-        and labels.dim() == hidden.dim() > 0
-        and labels.shape[:-1] == hidden.shape[:-1]
-        and labels.shape[-1] > 0
-    )
-
-
-def device_of(x: object) -> torch.device | None:
-    """The device of a tensor; ``None`` for an argument that is none, or that has no values."""
-    device = getattr(x, "device", None)
-    return None if device is None or device.type == "meta" else device

@@ -158,7 +158,7 @@ def tell_peers_on_error(
     except Exception as error:
         if not groups:
             raise
-        if device is None or device.type == "cpu":  # wrong labels may lie where NCCL sends nothing
+        if device is None or device.type in ("cpu", "meta"):  # where NCCL sends nothing
             device = device_for(groups[-1], torch.device("cpu"))
         nothing = torch.zeros(LENGTH - TEXT, dtype=torch.int64, device=device)
         _meet(row(words_of(error), nothing), groups)
@@ -191,21 +191,18 @@ def _meet(mine: Tensor, groups: list[dist.ProcessGroup]) -> list[Told]:
 
 
 def layout_of(
-    problem: Problem, process_group: Any, tokens_sharded: bool
-) -> tuple[Problem, list[dist.ProcessGroup], bool]:
-    """The problem of local tensors, :func:`groups_of` it, and whether tokens are sharded.
-
-    They are read from its DTensors, or from the group that was given.
+    problem: Problem, process_group: Any, groups: list[dist.ProcessGroup], tokens_sharded: bool
+) -> tuple[Problem, bool]:
+    """The problem of local tensors, and whether tokens are sharded, as its DTensors say.
 
     Raises:
         ValueError: a placement or group that does not describe a sharded vocabulary.
     """
     weight: Any = problem.weight
     if not is_dtensor(weight):
-        groups = groups_of(weight, process_group)
         if not groups:
             raise ValueError("process_group: torch.distributed must be initialised, it is not")
-        return problem, groups, tokens_sharded
+        return problem, tokens_sharded
     if process_group is not None:
         raise ValueError("process_group is for a local shard; a DTensor weight knows its ranks")
     mesh, placements = weight.device_mesh, weight.placements
@@ -232,8 +229,8 @@ def layout_of(
                 f"dimension, got {hidden.placements}: pass hidden.redistribute("
                 f"placements={_with('Replicate()', placements)})"
             )
-    local = problem.but(**{name: local_of(x) for name, x in problem._asdict().items()})
-    return local, groups_of(weight, None), tokens_sharded
+    local = {name: local_of(x) for name, x in problem._asdict().items()}
+    return problem.but(**local), tokens_sharded
 
 
 def _with(placement: str, placements: Sequence[object], at: int = 0) -> str:
