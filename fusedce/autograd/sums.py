@@ -197,25 +197,9 @@ def _scaled(grad: Tensor, factor: Tensor, backend: str, *, ours: bool) -> Tensor
     that traces this function (with tensor subclasses) must see a pure function. So must a
     transform or ``is_grads_batched=True``, which have a factor for each sample.
     """
-    if transformed() or torch._C._functorch.is_legacy_batchedtensor(factor):
-        return (grad.to(factor.dtype) * factor).to(grad.dtype)
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
-    if ours and type(grad) is Tensor and not keep:
-        get_backend(backend).scale_(grad, factor)
-        return grad
-    return torch.ops.fusedce.scale(grad, factor, backend)
-
-
-@torch.library.custom_op(
-    "fusedce::scale", mutates_args=(), schema="(Tensor x, Tensor factor, str backend) -> Tensor"
-)
-def _scale(x: Tensor, factor: Tensor, backend: str) -> Tensor:
-    """``x * factor`` with ``factor`` a 0-d tensor kept in its own, higher precision."""
-    out = x.clone()
-    get_backend(backend).scale_(out, factor)
-    return out
-
-
-@_scale.register_fake
-def _(x: Tensor, factor: Tensor, backend: str) -> Tensor:
-    return torch.empty_like(x)
+    batched = transformed() or torch._C._functorch.is_legacy_batchedtensor(factor)
+    if not ours or type(grad) is not Tensor or keep or batched:
+        return (grad.to(factor.dtype) * factor).to(grad.dtype)
+    get_backend(backend).scale_(grad, factor)
+    return grad
