@@ -81,15 +81,6 @@ ROWS = {
     "from_accelerator": (LossAccumulator.from_accelerator, "accelerator", set()),
     "window(counts)": (lambda x: entered(counts=x), "counts", {"(N,) int64"}),
     "window(counts[0])": (lambda x: entered(counts=[x]), "counts[0]", {"zero", "three"}),
-    "window(counts of a loss)": (
-        lambda x: entered(counts={"a": x}), "counts", {"(N,) int64"},
-    ),
-    "window(weights)": (
-        lambda x: entered(counts={"a": [1]}, weights=x), "weights", {"None", "dict"},
-    ),
-    "window(weights of a loss)": (
-        lambda x: entered(counts={"a": [1]}, weights={"a": x}), "weights", NUMBER,
-    ),
     **{f"{name}(out)": (method(name), "out", set()) for name in TAKE_LOSSES},
     **{f"{name}(loss_sum)": (of_a_sum(name), "out", set()) for name in TAKE_LOSSES},
     **{f"{name}(n_valid)": (of_a_count(name), "out", set()) for name in TAKE_LOSSES},
@@ -112,8 +103,7 @@ ROWS = {
             "loss_sum": {*NUMBER, "nan", "inf", "-inf"},
             "n_valid": {"zero", "three", "2**70"},
             "n_windows": {"zero", "three", "2**70"},
-            "named": set(),
-            "weights": set(),
+            "correct": {*NUMBER, "nan", "inf", "-inf"},
         }.items()
     },
     **{

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedce import LossAccumulator, LossSum, fused_ce, fused_cross_entropy, fused_logprobs
-from fusedce.accumulate import faults as _faults
+from fusedce.accumulate import exchange as _exchange
 from fusedce.contract.labels import bad_label_code
 
 RANKS, BAD = 3, 1  # the rank that fails is one in the middle
@@ -312,11 +312,6 @@ def bad_label(acc):
         acc.backward((torch.tensor(1.0, requires_grad=True), torch.tensor(BAD_LABEL)))
 
 
-def several(acc, names, weights=None):
-    with acc.window({name: [1] for name in names}, weights=weights):
-        acc.scale({name: a_loss(1) for name in names})
-
-
 BAD_LABEL = int(bad_label_code(torch.tensor(5), torch.tensor(99)))
 USES = {
     "window": lambda acc: train(acc, [2]),
@@ -359,14 +354,6 @@ MISTAKES = {
     "no parameters": (lambda acc: stream(acc, [2], []), streams, "no parameter given has a .grad"),
     "factor": (
         lambda acc: inside(acc, divides), right, "the loss was multiplied by 0.25 after scale()",
-    ),
-    "other losses": (
-        lambda acc: several(acc, "ac"), lambda acc: several(acc, "ab"),
-        "the ranks' windows hold different losses",
-    ),
-    "other weights": (
-        lambda acc: several(acc, "a", {"a": 2}), lambda acc: several(acc, "a"),
-        "the ranks' windows hold different losses",
     ),
     **{
         f"{name} of {how}": (
@@ -445,7 +432,7 @@ def test_on_a_device_it_is_raised_where_metrics_are_read(rank):
     """The test double forbids reading values of CPU tensors, which on a GPU would wait."""
     bad = rank == BAD
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_faults, "readable", lambda device: False)
+        patch.setattr(_exchange, "readable", lambda device: False)
         acc = LossAccumulator()
         train(acc, [2 + bad], [2])
         with pytest.raises(RuntimeError, match="declared with 3 valid tokens, its loss counts 2"):

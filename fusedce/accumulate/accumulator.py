@@ -11,24 +11,15 @@ https://huggingface.co/blog/gradient_accumulation).
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fusedce.accumulate import faults as _faults
-from fusedce.accumulate.arguments import (
-    OnEmpty,
-    as_window,
-    check_module,
-    describe,
-    unpack,
-)
+from fusedce.accumulate.arguments import OnEmpty, as_counts, check_module, describe, unpack
 from fusedce.accumulate.engines import Engine, from_accelerator, from_mesh
-from fusedce.accumulate.exchange import CLOSE, FINISH, UNNAMED, WINDOW, Exchange, is_known
+from fusedce.accumulate.exchange import CLOSE, FINISH, WINDOW, Exchange, together
 from fusedce.accumulate.gradients import STREAMED, drop_gradients, scale_gradients, trained_of
 from fusedce.accumulate.guard import Guard
 from fusedce.accumulate.sums import Loss, Metrics
@@ -68,6 +59,9 @@ class LossAccumulator(Metrics):
             "skip": :attr:`should_step` is False, and ``finish`` sets ``.grad`` to None. "raise":
             ``RuntimeError`` on all ranks. The last two read the count once per window.
 
+    Attributes:
+        should_step: False after a window without any valid token under "skip", else True.
+
     Examples:
         >>> acc = LossAccumulator()
         >>> weight = torch.randn(11, 4, requires_grad=True)
@@ -85,7 +79,7 @@ class LossAccumulator(Metrics):
         On a GPU ``metrics`` and ``state_dict`` raise it, and otherwise one window in 32, so that
         the others do not wait for the GPU.
 
-    Collectives: each is an all-gather of 218 int64 from each rank on ``process_group`` (under gloo,
+    Collectives: each is an all-gather of 97 int64 from each rank on ``process_group`` (under gloo,
     on a new group of the same ranks). Streaming has one per window, in ``finish``. Declared counts
     have one when the window opens, which is awaited at its first ``scale``, and one when it ends.
     ``metrics`` has one if batches were ``add``-ed. There are none per micro-batch. A rank that
@@ -116,55 +110,48 @@ class LossAccumulator(Metrics):
         self._guard = Guard()
         self._window: Window | None = None  # the open one
         self._announced: object = None  # the result of `window(...)` until it is entered
-        self._should_step = True
+        self.should_step = True
         super().__init__()
 
     # ---- training ---------------------------------------------------------------------------
 
-    def window(
-        self,
-        counts: Iterable[Tensor | int] | Mapping[str, Iterable[Tensor | int]] = (),
-        *,
-        weights: Mapping[str, float] | None = None,
-    ) -> WindowBlock:
+    def window(self, counts: Iterable[Tensor | int] = ()) -> WindowBlock:
         """``with acc.window(counts):`` an optimizer step whose valid tokens are known in advance.
 
         Several losses over shared parameters (heads for several tokens ahead), each divided by its
-        own tokens: a dict of counts. Each micro-batch is then a dict of losses, and
-        ``sum of weights[k] * loss_k`` is what is trained::
+        own tokens, have an accumulator each, and one backward; ``token_weight`` weighs them::
 
-            with acc.window({"next": counts, "second": others}, weights={"second": 0.3}):
-                acc.backward({"next": fused_ce(...), "second": fused_ce(...)})
+            with first.window(counts), second.window(others):
+                for b in micro_batches:
+                    (first.scale(fused_ce(...)) + second.scale(fused_ce(...))).backward()
 
         Args:
             counts: for each micro-batch of this rank, in the order of their ``backward`` calls,
                 its number of valid tokens *after* the shift (:func:`count_valid`): integers, or
                 int64 tensors of one element. All ranks declare the same number of micro-batches;
                 one without tokens declares 0.
-            weights: factors of losses by name; a loss that is left out has the factor 1.
         """
-        self._announced = block = WindowBlock(self, counts, weights)
+        self._announced = block = WindowBlock(self, counts)
         return block
 
-    def _enter(self, counts: Any, weights: Mapping[str, float] | None) -> None:
+    def _enter(self, counts: Any) -> None:
         """Open a window of declared counts. One all-gather."""
         self._announced = None
         with self._exchange.tell_peers_on_error(WINDOW):
             self._refuse_open_window("open another")
             self._check_ready()
-            losses, declared = as_window(counts, weights)
+            declared = as_counts(counts)
             if not declared and self._has_loss:
                 raise ValueError("counts must hold one number per micro-batch, got none at all")
-        local = torch.zeros(1, len(losses), dtype=torch.int64, device="cpu")
-        if declared:
-            local = _faults.together(x for row in declared for x in row).view(-1, len(losses))
-        said = (1 + len(declared), _hash(losses)) if self._has_loss else (0, 0)
-        sent = self._exchange.send(WINDOW, local.sum(0), self._equal(), said)
+        none = torch.zeros(1, dtype=torch.int64, device="cpu")
+        n_valid = together(declared).sum(0, keepdim=True) if declared else none
+        n_micro = 1 + len(declared) if self._has_loss else 0
+        sent = self._exchange.send(WINDOW, n_valid, self._equal(), n_micro)
         if self._on_empty != "zero" or sent.work is None:
-            self._decide_step(sent.wait().sum())
+            self._decide_step(sent.wait()[0])
         else:
-            self._should_step = True
-        self._open(Window(losses, declared, sent, self._guard))
+            self.should_step = True
+        self._open(Window(declared, sent, self._guard))
 
     def _leave(self, error: BaseException | None) -> None:
         """Close a window of declared counts, or drop it after ``error``. One all-gather."""
@@ -173,17 +160,17 @@ class LossAccumulator(Metrics):
         if error is not None:
             self._close(dropped=True)
             # Ranks that already know of the error do not come to the window's end.
-            if not is_known(error) and not window.was_refused():
+            if not getattr(error, "is_known", False) and not window.was_refused():
                 self._exchange.fail(CLOSE, error)
             return
         try:
-            window.factors(1.0)
+            window.denominator()
             sums, _ = self._end(CLOSE, window)
         finally:
             self._close()
-        self._count_window(window.weights, sums)
+        self._count_window(sums)
 
-    def scale(self, out: Loss | Mapping[str, Loss]) -> Tensor:
+    def scale(self, out: Loss) -> Tensor:
         """The loss to call ``backward`` on, for loops that do so themselves (GradScaler).
 
         ``loss_sum * R * backward_divisor / denominator`` and the auxiliary losses that wait. It
@@ -191,16 +178,15 @@ class LossAccumulator(Metrics):
         GradScaler's is an error where the ranks meet next.
 
         Args:
-            out: what :func:`fused_ce` returned: ``loss_sum ()`` in nats, ``n_valid ()`` in tokens;
-                in a window of several losses a dict of them.
+            out: what :func:`fused_ce` returned: ``loss_sum ()`` in nats, ``n_valid ()`` in tokens.
         """
         self._check_entered()
-        losses = unpack(out, [UNNAMED] if self._window is None else self._window.weights)
-        if not all(loss.is_whole for loss in losses.values()):
+        sums = unpack(out)
+        if not sums.is_whole:
             raise ValueError(
                 "out was multiplied or divided by a number: a window divides whole sums by all of "
                 "its tokens itself. Leave the number of micro-batches or ranks out; a loss that "
-                "counts less has weights={name: number} in acc.window(counts, weights=...)"
+                "counts less has a smaller token_weight="
             )
         if (window := self._window) is None:
             if self._engine.no_streaming is not None:
@@ -215,11 +201,11 @@ class LossAccumulator(Metrics):
             window = self._open(self._streaming())
         window.check_usable()
         size, upstreams = self._tokens.size(), self._engine.upstreams()
-        return window.scaled(losses, self._factor(), size, upstreams)
+        return window.scaled(sums, self._factor(), size, upstreams)
 
     def _streaming(self) -> Window:
         """A streaming window. Its losses are divided by a constant until it knows the tokens."""
-        return Window({UNNAMED: 1.0}, None, float(STREAMED * self._tokens.size()), self._guard)
+        return Window(None, float(STREAMED * self._tokens.size()), self._guard)
 
     def _factor(self) -> float:
         """Factor of this rank's loss sum without the denominator: ``R * backward_divisor``."""
@@ -232,15 +218,14 @@ class LossAccumulator(Metrics):
         This waits for the other ranks' counts; :meth:`scale` raises an error among them.
         """
         window = self._window
-        if window is None or len(window.weights) > 1:
+        if window is None:
             return None
         try:
-            factor, upstream = window.factors(self._factor())[0], self._engine.upstreams()[0]
-            return factor if upstream == 1 else factor * upstream
+            return window.factor(self._factor() * self._engine.upstreams()[0])
         except (RuntimeError, TypeError, ValueError):
             return None
 
-    def backward(self, out: Loss | Mapping[str, Loss]) -> None:
+    def backward(self, out: Loss) -> None:
         """``self.scale(out).backward()``. Call it for micro-batches without valid tokens too.
 
         If it raises (out of memory), ``.grad`` holds a part of this micro-batch that cannot be
@@ -290,18 +275,13 @@ class LossAccumulator(Metrics):
         sums, trained = self._end(FINISH, window, parameters)
         self._close()
         self._decide_step(sums[1])
-        if self._should_step:
+        if self.should_step:
             scale_gradients(trained, STREAMED * self._tokens.size() / sums[1].clamp(min=1))
         else:
             for p in trained:
                 p.grad = None
-        self._count_window(window.weights, sums)
-        return self._should_step
-
-    @property
-    def should_step(self) -> bool:
-        """False after a window without any valid token under ``on_empty="skip"``, else True."""
-        return self._should_step
+        self._count_window(sums)
+        return self.should_step
 
     def discard_window(self, module: torch.nn.Module | None = None) -> None:
         """Forget the micro-batches of an open streaming window; call ``zero_grad`` as well.
@@ -370,10 +350,8 @@ class LossAccumulator(Metrics):
                 window.check_complete()
             trained = trained_of(parameters) if purpose == FINISH else None
             self._guard.check_end(trained)
-        said = (0, _hash(window.weights) if self._has_loss else 0)
-        sums, fault = window.sums(), window.fault()
-        sums = self._exchange.send(purpose, sums, self._equal(), said, fault).wait()
-        return sums, trained or []
+        sent = self._exchange.send(purpose, window.sums(), self._equal(), fault=window.fault())
+        return sent.wait(), trained or []
 
     def _equal(self) -> dict[str, object]:
         """Settings that must be equal on all ranks at every exchange."""
@@ -385,9 +363,9 @@ class LossAccumulator(Metrics):
 
     def _decide_step(self, total: Tensor) -> None:
         """Set :attr:`should_step` from the tokens ``total ()`` of all ranks, or raise."""
-        self._should_step = self._on_empty == "zero" or int(total) > 0
-        if not self._should_step and self._on_empty == "raise":
-            self._should_step = True
+        self.should_step = self._on_empty == "zero" or int(total) > 0
+        if not self.should_step and self._on_empty == "raise":
+            self.should_step = True
             raise RuntimeError(
                 "no valid token in this window on any rank (on_empty='raise'): "
                 "every label is ignore_index"
@@ -436,7 +414,3 @@ class LossAccumulator(Metrics):
         """State for ``deepcopy`` and ``pickle``; raises ``RuntimeError`` inside a window."""
         self._refuse_open_window("copy it")
         return self.__dict__
-
-
-def _hash(losses: Mapping[str, float]) -> int:
-    return zlib.crc32(json.dumps(losses).encode())

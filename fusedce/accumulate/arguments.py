@@ -1,23 +1,19 @@
-"""Checks of the accumulator's arguments: counts, losses, weights."""
+"""Checks of the accumulator's arguments: counts, losses."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fusedce.accumulate import faults as _faults
-from fusedce.accumulate.exchange import KINDS, UNNAMED, VALUES
+from fusedce.accumulate import exchange as _exchange
 from fusedce.contract.results import MONITORS, LossSum, MonitoredLossSum, ScaledLossSum
 
 OnEmpty = Literal["zero", "skip", "raise"]
-Losses = dict[str, MonitoredLossSum]
-"""The losses of a micro-batch by name: ``loss_sum ()`` and ``n_valid ()`` int64, and monitors."""
-_MOST_LOSSES = VALUES // len(KINDS)
 _SUM = "out must be (loss_sum, n_valid) as fused_ce returns it"
 
 
@@ -45,55 +41,13 @@ def _as_count(i: int, count: Any) -> Tensor:
         raise TypeError(f"counts[{i}] must be an integer, got {describe(count)}") from None
     except (RuntimeError, OverflowError, ValueError):
         raise ValueError(f"counts[{i}] must be an int64, got {count}") from None
-    if _faults.readable(count.device) and count < 0:
+    if _exchange.readable(count.device) and count < 0:
         raise ValueError(f"counts[{i}] must be >= 0, got {int(count)}")
     return count
 
 
-def as_window(
-    counts: Any, weights: Mapping[str, float] | None
-) -> tuple[dict[str, float], list[tuple[Tensor, ...]]]:
-    """The weights of a window's losses by name, and the count of each for each micro-batch."""
-    if not isinstance(counts, Mapping):
-        if weights is not None:
-            raise ValueError("weights are for several losses: give counts as a dict, by name")
-        return {UNNAMED: 1.0}, [(count,) for count in as_counts(counts)]
-    names = list(counts)
-    if not names or len(names) > _MOST_LOSSES or not all(isinstance(x, str) and x for x in names):
-        raise ValueError(f"counts must name 1 to {_MOST_LOSSES} losses, got {names}")
-    if weights is not None and not isinstance(weights, Mapping):
-        raise TypeError(f"weights must be a dict of numbers by loss, got {describe(weights)}")
-    found = dict.fromkeys(names, 1.0) | dict(weights or {})
-    if len(found) > len(names):
-        raise ValueError(f"weights must be those of the losses {names}, got {list(weights or ())}")
-    for name, weight in found.items():
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-            raise TypeError(f"weights[{name!r}] must be a number, got {describe(weight)}")
-        if not math.isfinite(weight):
-            raise ValueError(f"weights[{name!r}] must be finite, got {weight}")
-    columns = [as_counts(counts[name]) for name in names]
-    lengths = {name: len(column) for name, column in zip(names, columns, strict=True)}
-    if len({*lengths.values()}) > 1:
-        raise ValueError(
-            f"counts must hold one number per micro-batch for each loss, got {lengths}"
-        )
-    return found, list(zip(*columns, strict=True))
-
-
-def unpack(out: Any, names: Iterable[str]) -> Losses:
-    """The losses of a micro-batch by name, as :func:`fused_ce` returned them."""
-    names = list(names)
-    if not isinstance(out, Mapping) or hasattr(out, "loss"):
-        if names != [UNNAMED]:
-            raise TypeError(f"out must be a dict of the window's losses {names}, got one loss")
-        return {UNNAMED: _unpack(out)}
-    if set(out) != set(names):
-        wanted = "one loss, no dict" if names == [UNNAMED] else f"a dict of the losses {names}"
-        raise ValueError(f"out must be {wanted}, as the window declares, got {list(out)}")
-    return {name: _unpack(out[name]) for name in names}
-
-
-def _unpack(out: Any) -> MonitoredLossSum:
+def unpack(out: Any) -> MonitoredLossSum:
+    """The losses of a micro-batch, as :func:`fused_ce` returned them: ``()`` each."""
     if hasattr(out, "loss") and hasattr(out, "keys"):
         raise TypeError(
             f"out must be (loss_sum, n_valid), got a {type(out).__name__}, whose .loss is a mean: "

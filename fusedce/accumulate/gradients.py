@@ -9,19 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed import _composable_state
 
-from fusedce.accumulate import faults as _faults
+from fusedce.accumulate import exchange as _exchange
 from fusedce.contract.groups import local_of
 
 STREAMED = 1024  # the denominator of streaming losses, a power of two: it rounds nothing
 
 
 def trained_of(parameters: Any) -> list[Tensor]:
-    """The tensors of ``parameters`` that have a gradient, each once.
-
-    Raises:
-        TypeError: not an iterable of tensors.
-        RuntimeError: none has a gradient.
-    """
+    """The tensors of ``parameters`` that have a gradient, each once; raises if none has."""
     advice = (
         "parameters: pass an iterable of tensors, such as model.parameters() (not "
         "named_parameters(), a state_dict or an optimizer's param_groups)"
@@ -57,10 +52,10 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
         grad = local_of(p.grad)
         groups.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, dtype), grads in groups.items():
-        if _faults.readable(device) and _faults.readable(factor.device):
+        if _exchange.readable(device) and _exchange.readable(factor.device):
             torch._foreach_mul_(grads, float(factor))
             continue
-        there = _faults.moved(factor, device).to(torch.promote_types(dtype, torch.float32))
+        there = _exchange.moved(factor, device).to(torch.promote_types(dtype, torch.float32))
         if there.dtype == dtype:
             torch._foreach_mul_(grads, there)
             continue
@@ -70,11 +65,11 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
             grad.unsqueeze(0).mul_(there.unsqueeze(0))
 
 
-def norms_of(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """``()`` for each gradient, 0 where all of it is zero."""
+def norms_of(parameters: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """``()`` for each gradient, the sum of absolute values; by default in its own dtype."""
     grads = [local_of(p.grad) for p in parameters]
     grads = [grad._values() if grad.is_sparse else grad for grad in grads]
-    return list(torch._foreach_norm(grads, 1)) if grads else []
+    return list(torch._foreach_norm(grads, 1, dtype)) if grads else []
 
 
 # ---- gradients inside FSDP2 -------------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdRef
 
-from fusedce.accumulate import faults as _faults
+from fusedce.accumulate import exchange as _exchange
 from fusedce.accumulate.arguments import check_module
 from fusedce.accumulate.gradients import held_by_fsdp2, norms_of
 
@@ -224,30 +224,30 @@ class Guard:
         norms = norms_of([p for p in mine if p.grad is not None])
         gone = torch.tensor(True, device="cpu")
         if norms:
-            gone = (_faults.together(norms) == 0).all()
-        self._found.append((_faults.GONE, gone))
+            gone = (_exchange.together(norms) == 0).all()
+        self._found.append((_exchange.GONE, gone))
         # At the end gradients may be clipped, unscaled or added up over ranks. Beside declared
         # counts, another loss may add to them.
         others = (_next_backward() if backward is None else backward) != self._backward + 1
         written = self._asked and backward is not None and (self._streams or not others)
         # Stages of a pipeline on one rank have backwards of their own.
         if (written or (self._streams and others)) and self._schedule is None:
-            self._found.append((_faults.WRITTEN, ~gone))
+            self._found.append((_exchange.WRITTEN, ~gone))
 
     def faults(self, n_tokens: Tensor) -> list[Tensor]:
-        """Rows of :mod:`faults` of a window of ``n_tokens ()``; without tokens, zeros are right."""
+        """The faults of a window of ``n_tokens ()``; without tokens, zeros are right."""
         self._look()
         now = self._grads()
         for i, norm in self._stale.items():
             changed = i in now and self._before[i] != now[i]  # (a parameter may be gone by now)
             if i in self._given if self._given is not None else changed:
-                self._found.append((_faults.LEFT, norm != 0))
+                self._found.append((_exchange.LEFT, norm != 0))
         some, rows = n_tokens > 0, []
         if (pipe := self._schedule) is not None and pipe.scale_grads and pipe._n_microbatches > 1:
             one = torch.tensor([pipe._n_microbatches], device="cpu")
-            rows.append(_faults.first(_faults.DIVIDED, one > 1, one))
+            rows.append(_exchange.first(_exchange.DIVIDED, one > 1, one))
         return rows + [
-            _faults.first(kind, (_faults.moved(x, some.device) & some).reshape(1))
+            _exchange.first(kind, (_exchange.moved(x, some.device) & some).reshape(1))
             for kind, x in self._found
         ]
 
@@ -256,22 +256,19 @@ class Guard:
     def unexpected(self, arrived: Tensor, upstreams: Tensor) -> tuple[Tensor, Tensor]:
         """Which gradients ``arrived (M,)`` are none of ``upstreams (M, U)`` times a loss scale.
 
-        Loss scales are those of ``GradScaler`` objects in this process. Without any, on a device
-        whose values cannot be read here and with DeepSpeed, a power of two is accepted too: the
-        loss scalers of other libraries use these.
-
-        Returns:
-            ``(M,)`` bool, and the factors ``(M,)`` over the likeliest upstream.
+        The second result is the factors ``(M,)`` over the likeliest upstream. Loss scales are those
+        of ``GradScaler`` objects in this process. Without any, on a device whose values cannot be
+        read here and with DeepSpeed, a power of two is accepted too, which other libraries use.
         """
-        readable = _faults.readable(arrived.device)
-        factors = arrived[:, None] / _faults.moved(upstreams, arrived.device)
+        readable = _exchange.readable(arrived.device)
+        factors = arrived[:, None] / _exchange.moved(upstreams, arrived.device)
         fits = ((factors - 1).abs() <= _TOLERANCE) | factors.isnan()
         if not readable or not fits.any(1).all():
             if readable or self._scalers is None:
                 self._scalers = weakref.WeakSet(_instances(torch.amp.GradScaler))
             scales = [x._scale for x in self._scalers if x._scale is not None]
             for scale in scales:
-                scaled = factors / _faults.moved(scale, arrived.device).double()
+                scaled = factors / _exchange.moved(scale, arrived.device).double()
                 fits |= (scaled - 1).abs() <= _TOLERANCE
             if not scales and (not readable or "deepspeed" in sys.modules):
                 mantissa, exponent = torch.frexp(factors)

@@ -8,7 +8,6 @@ holds a part of it that cannot be removed.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -17,70 +16,58 @@ import torch
 from torch import Tensor
 from torch.autograd.variable import Variable
 
-from fusedce.accumulate import faults as _faults
-from fusedce.accumulate.arguments import Losses, divisor_of
-from fusedce.accumulate.exchange import KINDS, Pending, explain
+from fusedce.accumulate import exchange as _exchange
+from fusedce.accumulate.arguments import divisor_of
+from fusedce.accumulate.exchange import Pending, explain
 from fusedce.accumulate.guard import Guard
 from fusedce.accumulate.sums import copied, sums_of
 from fusedce.contract.objective import expecting
+from fusedce.contract.results import MonitoredLossSum
 
 
 class Record(NamedTuple):
     """The numbers of a micro-batch that a window keeps, without its graph."""
 
     number: int  # in the order of scale
-    losses: Losses
+    out: MonitoredLossSum
     upstreams: Sequence[float]  # factors that may multiply the loss before its backward
-    divisors: Sequence[Tensor | None]  # what each loss was divided by before, () or None
+    divisor: Tensor | None  # what the loss was divided by before, ()
     arrived: Tensor | None = None  # the gradient () that its backward began with
 
 
 class Window:
-    """An open window, from its first micro-batch to its end.
-
-    Args:
-        weights: the factor of each of the window's losses, by name.
-        declared: tokens of each loss of each micro-batch, ``()`` int64; ``None`` when streaming.
-        denominator: the message that gives ``(losses,)`` tokens of all ranks, or a constant.
-        guard: checks of the gradients.
-    """
+    """An open window, from its first micro-batch to its end."""
 
     def __init__(
         self,
-        weights: dict[str, float],
-        declared: list[tuple[Tensor, ...]] | None,
-        denominator: Pending | float,
+        declared: list[Tensor] | None,  # tokens of each micro-batch, () int64; None: streaming
+        denominator: Pending | float,  # a message whose first sum is all tokens, or a constant
         guard: Guard,
     ) -> None:
-        self.weights, self.declared = weights, declared
+        self.declared = declared
         self.done: list[Record] = []  # differentiated
         self.is_open = True
         self._denominator: Pending | Tensor | float = denominator
         self._guard = guard
         self.auxiliary: list[Tensor] = []  # () each, waiting for the next loss
         self._n_scaled = 0
-        self._factors: dict[object, Sequence[Tensor]] = {}
+        self._factors: dict[object, Tensor | float] = {}
         self._begun: list[tuple[int, Record]] = []  # ids of backwards that have not ended
-        self._thread = threading.get_ident()
 
-    def factors(self, factor: float, of: Tensor | None = None) -> Sequence[Tensor]:
-        """Factor of each loss: ``factor * weight / denominator``; waits once for the other ranks.
-
-        It is computed once for each ``factor``, on the device and in the dtype of ``of``.
-
-        Raises:
-            RuntimeError, TypeError, ValueError: a rank has failed, or settings differ.
-        """
+    def denominator(self) -> Tensor | float:
+        """Tokens of all ranks, at least 1, or the constant; waits once, as :meth:`Pending.wait`."""
         if isinstance(self._denominator, Pending):
-            self._denominator = self._denominator.wait()[: len(self.weights)].clamp(min=1)
+            self._denominator = self._denominator.wait()[0].clamp(min=1)
+        return self._denominator
+
+    def factor(self, factor: float, of: Tensor | None = None) -> Tensor | float:
+        """``factor / denominator``, computed once, on the device and in the dtype of ``of``."""
         key = factor if of is None else (factor, of.device, of.dtype)
         if key not in self._factors:
-            weights = torch.tensor([*self.weights.values()], dtype=torch.float64, device="cpu")
-            if isinstance(self._denominator, Tensor):
-                weights = _faults.moved(weights, self._denominator.device)
-            found = factor / self._denominator * weights
-            found = found if of is None else _faults.moved(found, of.device).to(of.dtype)
-            self._factors[key] = found.unbind()
+            found = factor / self.denominator()
+            if of is not None and isinstance(found, Tensor):
+                found = _exchange.moved(found, of.device).to(of.dtype)
+            self._factors[key] = found
         return self._factors[key]
 
     def was_refused(self) -> bool:
@@ -91,14 +78,9 @@ class Window:
     # ---- micro-batches ----------------------------------------------------------------------
 
     def check_usable(self, more: int = 1) -> None:
-        """Raise if the window is broken, another thread's, or full with ``more`` micro-batches."""
+        """Raise if the window is broken, or full with ``more`` micro-batches."""
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint recomputes the loss inside a backward, in any thread
-        if threading.get_ident() != self._thread:
-            raise RuntimeError(
-                "this window was opened by another thread: a LossAccumulator belongs to one "
-                "thread, make one for each"
-            )
         if self._begun:
             raise RuntimeError(
                 "this window can only be dropped: a backward has raised, and .grad holds a part of "
@@ -107,19 +89,19 @@ class Window:
             )
         if self.declared is not None and len(self.done) + more > (n := len(self.declared)):
             raise RuntimeError(
-                f"window: {n} micro-batches were declared, this is number {n + 1}. {_faults.TWICE}"
+                f"window: {n} micro-batches were declared, this is number {n + 1}. "
+                f"{_exchange.TWICE}"
             )
 
     def scaled(
-        self, losses: Losses, factor: float, ranks: int, upstreams: Sequence[float]
+        self, out: MonitoredLossSum, factor: float, ranks: int, upstreams: Sequence[float]
     ) -> Tensor:
         """The loss ``()`` to differentiate; the micro-batch counts once that is done.
 
         At most ten tensor operations more than ``loss / n`` and its backward. ``factor``: that of a
         loss sum without the denominator; ``ranks``: how many the window's tokens come from.
         """
-        sums = [out.loss_sum for out in losses.values()]
-        terms = [x * self.factors(factor, x)[i] for i, x in enumerate(sums)]
+        terms = [out.loss_sum * self.factor(factor, out.loss_sum)]
         if self.auxiliary:
             assert self.declared is not None
             total = torch.stack(self.auxiliary).sum() / len(self.declared)
@@ -127,8 +109,7 @@ class Window:
             self.auxiliary = []
         if torch.is_grad_enabled():  # off in the first of a checkpoint's two passes
             self._guard.note_schedule()
-            kept = {name: copied(out) for name, out in losses.items()}
-            record = Record(self._n_scaled, kept, upstreams, [divisor_of(x) for x in sums])
+            record = Record(self._n_scaled, copied(out), upstreams, divisor_of(out.loss_sum))
             self._n_scaled += 1
             if any(term.requires_grad for term in terms):
                 terms.append(self._ticket(terms, record))
@@ -190,43 +171,43 @@ class Window:
             )
 
     def sums(self) -> Tensor:
-        """The sums of this rank's losses, one after the other, ``(losses * KINDS,)`` float64."""
-        if not self.done:
-            return torch.zeros(len(self.weights) * len(KINDS), dtype=torch.float64, device="cpu")
-        found = [sums_of([m.losses[name] for m in self.done]) for name in self.weights]
-        return _faults.together(found).flatten()
+        """The sums ``(KINDS,)`` of this rank's losses, float64."""
+        return sums_of([m.out for m in self.done])
 
     def fault(self) -> Tensor | None:
-        """The first error in the tensors of its micro-batches, as a row of :mod:`faults`."""
+        """The first fault in the tensors of its micro-batches."""
         if not self.done:
             return None
-        counts = _faults.together(x.n_valid for m in self.done for x in m.losses.values())
+        counts = _exchange.together(m.out.n_valid for m in self.done)
         at = counts.device
-        rows = [_faults.first(_faults.BAD_LABEL, counts < 0, counts), self._means(counts)]
+        rows = [_exchange.first(_exchange.BAD_LABEL, counts < 0, counts), self._means(counts)]
         if self.declared is not None:
-            declared = _faults.together(n for row in self.declared for n in row).to(at)
-            micro = torch.arange(len(counts), device=at) // len(self.weights)
-            columns = (declared != counts, micro, declared, counts)
-            rows.append(_faults.first(_faults.OTHER_COUNT, *columns))
+            declared, micro = (
+                _exchange.together(self.declared).to(at),
+                torch.arange(len(counts), device=at),
+            )
+            rows.append(
+                _exchange.first(_exchange.OTHER_COUNT, declared != counts, micro, declared, counts)
+            )
         if arrived := [m.arrived for m in self.done if m.arrived is not None]:
             factors = [m.upstreams for m in self.done if m.arrived is not None]
             wrong, factor = self._guard.unexpected(
-                _faults.together(arrived).to(at).double(),
+                _exchange.together(arrived).to(at).double(),
                 torch.tensor(factors, dtype=torch.float64, device="cpu"),
             )
-            rows.append(_faults.first(_faults.MULTIPLIED, wrong, factor.view(torch.int64)))
+            rows.append(_exchange.first(_exchange.MULTIPLIED, wrong, factor.view(torch.int64)))
         rows += self._guard.faults(counts.clamp(min=0).sum())
-        return _faults.first_of(rows)
+        return _exchange.first_of(rows)
 
     def _means(self, counts: Tensor) -> Tensor | None:
-        """The fault of losses that all were divided by their own ``counts (losses,)``."""
-        divisors = [x for m in self.done for x in m.divisors if x is not None]
+        """The fault of losses that all were divided by their own ``counts (micro-batches,)``."""
+        divisors = [m.divisor for m in self.done if m.divisor is not None]
         if len(divisors) < len(counts):
             return None
-        by = _faults.together(x.double() for x in divisors).to(counts.device)
+        by = _exchange.together(x.double() for x in divisors).to(counts.device)
         several = counts > 1
         wrong = several & (((by == counts) | by.isnan()) | ~several).all()
-        return _faults.first(_faults.MEAN, wrong, counts)
+        return _exchange.first(_exchange.MEAN, wrong, counts)
 
     def progress(self) -> str:
         """The number of differentiated micro-batches, as a clause for messages."""
@@ -251,17 +232,12 @@ class WindowBlock:
     Inside it, fused losses know the factor by which the window will scale them (``expected``).
     """
 
-    def __init__(self, owner: Any, counts: Any, weights: Any) -> None:
-        self._owner, self._declared = owner, [(counts, weights)]
-        self._expecting = expecting(owner._expected)
+    def __init__(self, owner: Any, counts: Any) -> None:
+        self._owner, self._counts = owner, counts
 
     def __enter__(self) -> Any:
-        if not self._declared:
-            raise RuntimeError(
-                "this window was entered before: each optimizer step has counts of its own, so "
-                "write `with acc.window(counts):` in the loop"
-            )
-        self._owner._enter(*self._declared.pop())
+        self._owner._enter(self._counts)
+        self._expecting = expecting(self._owner._expected)
         self._expecting.__enter__()
         return self._owner
 

@@ -83,6 +83,8 @@ def not_a_tensor(name: str, given: object) -> TypeError:
     hint = ""
     if name == "labels" and given is None:
         hint = ": the collator must put labels into the batch, such as a copy of input_ids"
+    elif name == "hidden" and isinstance(given, tuple):
+        hint = ": pass the last of its tensors, hidden[-1]"
     elif isinstance(given, (list, tuple)) or hasattr(given, "__array__"):
         hint = f": pass torch.as_tensor({name})"
     elif isinstance(given, nn.Module) and isinstance(getattr(given, "weight", None), Tensor):

@@ -201,7 +201,7 @@ def _note(x: LazyLogits, func: Any, facts: Facts, args: tuple[Any, ...], kwargs:
     others = [a for a in args[1:] if isinstance(a, Tensor)]
     if func is aten.add.Tensor and not others:  # logits + 0 are real ones
         return None
-    if func is not aten.index.Tensor and any(not _is_operand(t, x, func) for t in others):
+    if any(not _is_operand(t, x, func) for t in others):
         return None
     device = kwargs.get("device")
     if device is not None and torch.device(device) not in (x.device, torch.device(x.device.type)):
@@ -212,18 +212,17 @@ def _note(x: LazyLogits, func: Any, facts: Facts, args: tuple[Any, ...], kwargs:
         return _parts(x, func, args[1:], kwargs, meta)
     if meta is None or not meta.dim() or not meta.is_floating_point():
         return None
-    rest = kept(args[1:]) if others or func is aten.index.Tensor else args[1:]
-    new = Expr(None, func, (x.expr, *rest), kwargs, tuple(meta.shape))
+    new = Expr(None, func, (x.expr, *kept(args[1:])), kwargs, tuple(meta.shape))
     memory = x.memory if facts.is_view else Memory(new)
     return LazyLogits(new, memory, meta, x.device)
 
 
 def _is_operand(t: Tensor, x: LazyLogits, func: Any) -> bool:
-    """Whether a rule may take this tensor beside the logits: a number, a bias, or LoRA's part."""
-    if func is not aten.add.Tensor:
-        return not isinstance(t, LazyLogits) and not t.dim()
+    """Whether a rule may take this tensor: an index, a number, a bias, or LoRA's part."""
     if isinstance(t, LazyLogits):
-        return not t.memory.written
+        return func is aten.add.Tensor and not t.memory.written
+    if func is not aten.add.Tensor:
+        return not t.dim() or torch.Tag.pointwise not in func.tags
     return t.dim() > 0 and t.numel() == x.shape[-1] and t.device == x.device
 
 
@@ -235,8 +234,7 @@ def _meta_after(func: Any, x: LazyLogits, args: tuple[Any, ...], kwargs: Any) ->
         one = next(i for i in args[0] if i is not None).new_empty((1,))
         shape = func(one.expand(*x.shape[:-1], 1), args[0]).shape[:-1]
         return x.meta.new_empty((*shape, x.shape[-1]))
-    args = without_data(args) if any(isinstance(a, Tensor) for a in args) else args
-    return func(x.meta, *args, **kwargs)
+    return func(x.meta, *without_data(args), **kwargs)
 
 
 def _parts(x: LazyLogits, func: Any, args: Any, kwargs: Any, metas: Sequence[Tensor]) -> list[Any]:

@@ -7,6 +7,7 @@ add an operator, add a rule: its values and its derivative are torch's own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -79,24 +80,24 @@ def _transpose(p: Rows, after: Shape, a: int = 0, b: int = -1) -> Rows | None:  
     return _permute(p, after, dims)
 
 
+def _along(func: Any, p: Rows, after: Shape, dim: int, *args: Any) -> Rows | None:
+    """The operator ``func`` chooses positions along one dimension."""
+    dim, c = dim % p.hidden.dim(), p.class_dim
+    if dim == c:
+        return None
+    hidden = func(p.hidden, dim, *args)
+    return p._replace(hidden=hidden, class_dim=c - (dim < c and hidden.dim() < p.hidden.dim()))
+
+
 def _slice(
     p: Rows, after: Shape, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Rows | None:
-    dim = dim % len(after)
-    if dim != p.class_dim:
-        index = (*(slice(None) for _ in range(dim)), slice(start, end, step))
-        return p._replace(hidden=p.hidden[index])
+    if dim % len(after) != p.class_dim:
+        return _along(aten.slice.Tensor, p, after, dim, start, end, step)
     start, stop, step = slice(start, end, step).indices(p.n_classes())
     if step != 1 or stop <= start:
         return None
     return p._replace(classes=slice(p.classes.start + start, p.classes.start + stop))
-
-
-def _select(p: Rows, after: Shape, dim: int, index: int) -> Rows | None:
-    dim, c = dim % p.hidden.dim(), p.class_dim
-    if dim == c:
-        return None
-    return p._replace(hidden=p.hidden.select(dim, index), class_dim=c - (dim < c))
 
 
 def _index(p: Rows, after: Shape, indices: Any) -> Rows | None:
@@ -164,7 +165,7 @@ RULES: dict[Any, Rule] = {
     aten.permute.default: _permute,
     **dict.fromkeys((aten.transpose.int, aten.t.default), _transpose),
     aten.slice.Tensor: _slice,
-    aten.select.int: _select,
+    **{f: functools.partial(_along, f) for f in (aten.select.int, aten.index_select.default)},
     aten.index.Tensor: _index,
     aten.neg.default: lambda p, after: _times(p, after, -1.0),
     aten.tanh.default: _tanh,
@@ -176,8 +177,8 @@ RULES: dict[Any, Rule] = {
 NODES = frozenset(
     f"{name}Backward{i}" for i in range(5) for name in
     ("Alias", "Clone", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Mul", "Div",
-     "ToCopy", "Permute", "Transpose", "T", "Slice", "Select", "Index", "Neg", "Tanh", "Add",
-     "Split", "SplitWithSizes", "Unbind", "LiftFresh")
+     "ToCopy", "Permute", "Transpose", "T", "Slice", "Select", "Index", "IndexSelect",
+     "Neg", "Tanh", "Add", "Split", "SplitWithSizes", "Unbind", "LiftFresh")
 )  # fmt: skip
 
 

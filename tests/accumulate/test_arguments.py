@@ -31,23 +31,19 @@ NO_COUNTS = [torch.tensor(-1), torch.tensor(1.0), np.float32(2), np.bool_(True),
 
 
 @pytest.mark.parametrize(
-    ("counts", "weights", "error", "words"),
+    ("counts", "error", "words"),
     [
-        (torch.tensor(3), None, TypeError, "counts must hold one number per micro-batch"),
-        ([], None, ValueError, "got none at all"),
-        ([1, 2**63], None, ValueError, r"counts\[1\] must be an int64, got 9223372036854775808"),
-        ({"a": [1], "b": [1, 2]}, None, ValueError, "one number per micro-batch for each loss"),
-        ({}, None, ValueError, "must name 1 to 16 losses"),
-        ({"": [1]}, None, ValueError, "must name"),
-        ({"a": [1]}, {"b": 1.0}, ValueError, "weights must be those of the losses"),
-        ([1], {"a": 1.0}, ValueError, "weights are for several losses"),
-        *[([count], None, (TypeError, ValueError), r"counts\[0\]") for count in NO_COUNTS],
+        (torch.tensor(3), TypeError, "counts must hold one number per micro-batch"),
+        ([], ValueError, "got none at all"),
+        ([1, 2**63], ValueError, r"counts\[1\] must be an int64, got 9223372036854775808"),
+        ({"a": [1]}, TypeError, r"counts\[0\] must be an integer, got str"),
+        *[([count], (TypeError, ValueError), r"counts\[0\]") for count in NO_COUNTS],
     ],
 )
-def test_windows_that_are_none(counts, weights, error, words):
+def test_windows_that_are_none(counts, error, words):
     LossAccumulator().window([2**63 - 1]).__enter__()
     with pytest.raises(error, match=words):
-        LossAccumulator().window(counts, weights=weights).__enter__()
+        LossAccumulator().window(counts).__enter__()
 
 
 def test_counts_are_copied():
@@ -89,7 +85,7 @@ def test_what_is_no_sum():
 def test_a_sum_that_was_divided_is_refused(part, monitor):
     hidden, labels = batches([3])[0]
     out = part(fused_ce(hidden, new_weight(), labels, monitor=monitor))
-    with pytest.raises(ValueError, match=r"out was multiplied or divided.*weights="):
+    with pytest.raises(ValueError, match=r"out was multiplied or divided.*token_weight="):
         LossAccumulator().backward(out)
     LossAccumulator().add(out)  # of what is only reported, a part may be asked for
     assert LossSum(*out).is_whole
@@ -140,19 +136,6 @@ def test_what_may_be_a_sum_is_taken(loss):
     for hidden, labels in batches([3, 5]):
         acc.backward((loss(hidden, weight, labels), (labels != -100).sum()))
     assert acc.finish([weight])
-
-
-def test_the_losses_of_a_micro_batch_are_those_declared():
-    weight = new_weight()
-    one = weight.sum(), torch.tensor(1)
-    with pytest.raises(ValueError, match="a dict of the losses"):
-        with LossAccumulator().window({"a": [1], "b": [1]}) as acc:
-            acc.backward({"a": one})
-    with pytest.raises(TypeError, match="a dict of the window's losses"):
-        with LossAccumulator().window({"a": [1]}) as acc:
-            acc.backward(one)
-    with pytest.raises(ValueError, match="one loss, no dict"):  # streaming has one denominator
-        LossAccumulator().backward({"a": one})
 
 
 def test_a_loss_without_a_graph_is_not_trained():

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from fusedce import LossAccumulator, fused_ce
-from fusedce.accumulate import faults as _faults
+from fusedce.accumulate import exchange as _exchange
 
 WAYS = pytest.mark.parametrize("streaming", [False, True], ids=["window", "streaming"])
 READABLE = pytest.mark.parametrize("readable", [True, False])
@@ -156,7 +156,7 @@ def test_mistakes_of_a_loop_are_named(name, has_guard, streaming):
 @WAYS
 def test_on_a_device_mistakes_are_named_when_metrics_are_read(name, streaming, monkeypatch):
     """The test double is a CPU tensor that must not be read."""
-    monkeypatch.setattr(_faults, "readable", lambda device: False)
+    monkeypatch.setattr(_exchange, "readable", lambda device: False)
     model, _, acc = guarded()
     mistake, words, *_ = MISTAKES[name]
     with pytest.raises(RuntimeError, match=words):
@@ -331,7 +331,7 @@ def error_of_exact(grad):
 @WAYS
 def test_a_factor_after_scale_is_named(streaming, readable, factor, monkeypatch):
     """On a device, where metrics are read; there a loss scale may be any 2**k above 1."""
-    monkeypatch.setattr(_faults, "readable", lambda device: readable)
+    monkeypatch.setattr(_exchange, "readable", lambda device: readable)
     use = LossAccumulator(), streaming, lambda loss: (loss * factor).backward()
     if factor in (2, 8) and not readable:
         assert error_of_exact(scaled(*use) / factor) <= SAME_SUMS
@@ -353,7 +353,7 @@ def test_accelerates_division_is_named_unless_the_accumulator_was_told(streaming
 @READABLE
 @WAYS
 def test_the_scale_of_a_grad_scaler_is_none(streaming, readable, init_scale, monkeypatch):
-    monkeypatch.setattr(_faults, "readable", lambda device: readable)
+    monkeypatch.setattr(_exchange, "readable", lambda device: readable)
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
     grad = scaled(LossAccumulator(), streaming, lambda loss: scaler.scale(loss).backward())
     assert error_of_exact(grad / init_scale) <= SAME_SUMS
@@ -403,7 +403,7 @@ def operations(streaming, n):
 @WAYS
 def test_at_most_ten_tensor_operations_for_a_micro_batch(streaming, monkeypatch):
     """Beside those of a division; on a device each is a launch."""
-    monkeypatch.setattr(_faults, "readable", lambda device: False)
+    monkeypatch.setattr(_exchange, "readable", lambda device: False)
     more = operations(streaming, 40) - operations(streaming, 8)
     plain = operations(None, 40) - operations(None, 8)
     assert 0 < (more - plain) / 32 <= 10

@@ -2,6 +2,7 @@
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,57 +13,54 @@ from support.loops import a_loss, batches, distance, new_weight, run_streaming, 
 
 from fusedce import LossAccumulator, fused_ce
 
-WEIGHTS = {"next": 1.0, "second": 0.3}
-SIZES = {"next": [[5, 1], [20, 3]], "second": [[4, 0], [7, 12]]}  # [rank][micro-batch]
+SIZES = [[5, 1], [20, 3]], [[4, 0], [7, 12]]  # [loss][rank][micro-batch]
 
 
-def outs(weight, rank, i):
-    found = {}
-    for k, (name, sizes) in enumerate(SIZES.items()):
-        hidden, labels = batches(sizes[rank], 100 * k + rank)[i]
-        found[name] = fused_ce(hidden, weight, labels)
-    return found
-
-
-def exact(world):
-    weight = new_weight()
-    means = {}
-    for name in SIZES:
-        parts = [outs(weight, r, i)[name] for r in range(world) for i in range(2)]
-        means[name] = sum(parts).mean()
-    loss = sum(w * means[name] for name, w in WEIGHTS.items())
-    (grad,) = torch.autograd.grad(loss, weight)
-    return grad, loss.item(), {name: mean.item() for name, mean in means.items()}
+def loss(of, weight, rank, i):
+    hidden, labels = batches(SIZES[of][rank], 100 * of + rank)[i]
+    return fused_ce(hidden, weight, labels, token_weight=torch.full(labels.shape, 1 - 0.7 * of))
 
 
 def check(rank, world, reduction="mean"):
-    weight, acc = new_weight(), LossAccumulator(grad_reduction=reduction)
-    counts = {name: sizes[rank] for name, sizes in SIZES.items()}
-    with acc.window(counts, weights={"second": 0.3}):
+    weight = torch.nn.Parameter(new_weight().detach())
+    a, b = accs = [LossAccumulator(grad_reduction=reduction) for _ in SIZES]
+    for acc in accs:
+        acc.guard(torch.optim.SGD([weight]))
+    with a.window(SIZES[0][rank]), b.window(SIZES[1][rank]):
         for i in range(2):
-            acc.backward(outs(weight, rank, i))
+            (a.scale(loss(0, weight, rank, i)) + b.scale(loss(1, weight, rank, i))).backward()
     if world > 1:
         dist.all_reduce(weight.grad)
         weight.grad /= world if reduction == "mean" else 1
-    right, loss, means = exact(world)
-    metrics = acc.metrics()
-    assert distance(weight.grad, right) <= SAME_SUMS
-    assert metrics["loss"] == pytest.approx(loss, rel=STATISTIC)
-    for name, mean in means.items():
-        assert metrics[f"{name}/loss"] == pytest.approx(mean, rel=STATISTIC)
-        tokens = sum(sum(SIZES[name][rank]) for rank in range(world))
-        assert metrics[f"{name}/n_tokens"] == tokens
-    assert metrics["n_windows"] == 1
+    places = [(r, i) for r in range(world) for i in range(2)]
+    means = [sum(loss(of, weight, *place) for place in places).mean() for of in range(2)]
+    assert distance(weight.grad, torch.autograd.grad(sum(means), weight)[0]) <= SAME_SUMS
+    for acc, mean in zip(accs, means, strict=True):
+        assert acc.metrics()["loss"] == pytest.approx(mean.item(), rel=STATISTIC)
 
 
-def test_each_loss_is_divided_by_its_own_tokens():
+def test_each_of_two_losses_is_divided_by_its_own_tokens():
     check(0, 1)
 
 
 @ranks.together()
-def test_over_ranks(rank):
+def test_two_losses_over_ranks(rank):
     for reduction in ("mean", "sum"):
         check(rank, 2, reduction)
+
+
+@ranks.together(timeout=10)
+def test_a_rank_that_fails_inside_two_windows(rank):
+    """Both ranks raise its error, and the next windows of both accumulators are right."""
+    a, b = LossAccumulator(), LossAccumulator()
+    for fails in (True, False):
+        weight = new_weight()
+        error = pytest.raises((KeyError, RuntimeError), match="labels") if fails else nullcontext()
+        with error, a.window([2]), b.window([3]):
+            if fails and not rank:
+                raise KeyError("labels")
+            (a.scale(a_loss(2, weight)) + b.scale(a_loss(3, weight))).backward()
+    assert [acc.metrics()["n_tokens"] for acc in (a, b)] == [4, 6]
 
 
 # ---- several accumulators -----------------------------------------------------------------------

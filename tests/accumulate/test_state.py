@@ -123,15 +123,6 @@ def test_evaluation_is_summed_before_it_is_saved(rank):
     assert acc.metrics()["n_tokens"] == acc.state_dict()["n_valid"] == 6
 
 
-def test_several_losses_are_in_the_state():
-    acc, weight = LossAccumulator(), new_weight()
-    with acc.window({"a": [2], "b": [3]}, weights={"b": 0.5}):
-        acc.backward({"a": (weight.sum(), torch.tensor(2)), "b": (weight.sum(), torch.tensor(3))})
-    new = LossAccumulator()
-    new.load_state_dict(acc.state_dict())
-    assert new.metrics() == acc.metrics()
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copy_goes_on_by_itself(copied):
     acc = LossAccumulator(on_empty="skip", grad_reduction="sum", backward_divisor=3)

@@ -34,6 +34,10 @@ MISTAKES = {
         lambda f, h, w, y: f(SimpleNamespace(logits=h @ w.T, hidden_states=None), w, y),
         r"or output\.hidden_states\[-1\] of one called with output_hidden_states",
     ),
+    "states of all layers": (
+        lambda f, h, w, y: f((h, h), w, y),
+        r"hidden must be a tensor, got tuple: pass the last of its tensors, hidden\[-1\]",
+    ),
     "uint8 labels": (
         lambda f, h, w, y: f(h, w, y.to(torch.uint8)),
         r"torch\.uint8: pass labels\.long\(\)",

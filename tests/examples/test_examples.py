@@ -73,6 +73,8 @@ def test_fine_tuning_with_lora(tmp_path):
     trainer, resumed = fine_tuned("out", steps=5, resume=True)
     assert resumed[:3] == one
     assert len(resumed) == 5
+    seen = [x["num_tokens"] for x in trainer.state.log_history if "num_tokens" in x]
+    assert seen == sorted(set(seen))  # a resumed run counts on
     trained = trainer.evaluate()["eval_loss"]
     plain = script.AutoModelForCausalLM.from_pretrained(model)
     again = script.PeftModel.from_pretrained(plain, str(tmp_path / "out"))

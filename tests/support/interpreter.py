@@ -1,6 +1,7 @@
 """Triton's interpreter, made to compute as hardware does where numpy decides otherwise."""
 
 import contextlib
+import math
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,11 +13,15 @@ from support import jitter
 
 @contextlib.contextmanager
 def as_on_hardware():
-    """Inside, ``tl.dot`` adds in an order of its own, and float32 is rounded to bf16."""
+    """Inside, ``tl.dot`` adds in an order of its own, and float32 is rounded to bf16.
+
+    Integers may overflow, as they may there: the check makes four operations of each addition.
+    """
     import triton.language as tl
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
+    options = interpreter.InterpreterOptions(sanitize_overflow=False)
     create_dot, cast_impl = builder.create_dot, builder.cast_impl
     grid_call = interpreter.GridExecutor.__call__
 
@@ -62,6 +67,8 @@ def as_on_hardware():
         (builder, "cast_impl", cast),
         (interpreter.GridExecutor, "__call__", launch),
         (interpreter.InterpretedFunction, "__call__", call),
+        (interpreter.interpreter_builder, "options", options),
+        *made_once(),
     ]
     if counts_strides_in_elements(interpreter.TensorDescHandle.validate):
         mended.append((interpreter.TensorDescHandle, "validate", validate))
@@ -69,6 +76,50 @@ def as_on_hardware():
         for of, name, function in mended:
             stack.enter_context(mock.patch.object(of, name, function))
         yield
+
+
+def made_once():
+    """Types, and the shapes of tensors, which Triton makes again for each operation.
+
+    That is a third of the interpreter's time. What is equal has the same name.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    block, builder = tl.core.block_type, interpreter.InterpreterBuilder
+    numpy_type = interpreter._get_np_dtype
+    with_element, get_block = block.with_element_ty, builder.get_block_ty
+    kept = {}
+
+    def once(key, make, *args):
+        if key not in kept:
+            kept[key] = make(*args)
+        return kept[key]
+
+    def of_numpy(kind):
+        return once(("numpy", kind.scalar.name), numpy_type, kind)
+
+    def other_element(self, kind):
+        return once((self.name, kind.name), with_element, self, kind)
+
+    def block_of(self, kind, shape):
+        return once((kind.name, *shape), get_block, self, kind, shape)
+
+    def shape_of(kind):
+        sizes = kind.shape if kind.is_block() else ()
+        shape = tl.core.tuple([tl.constexpr(n) for n in sizes])
+        return shape, tl.constexpr(math.prod(sizes))
+
+    def init(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = once(type.name, shape_of, type)
+
+    return [
+        (interpreter, "_get_np_dtype", of_numpy),
+        (block, "with_element_ty", other_element),
+        (builder, "get_block_ty", block_of),
+        (tl.tensor, "__init__", init),
+    ]
 
 
 def product(a, b, d):

@@ -1,9 +1,10 @@
-"""Hooks on a model and its optimizers that measure the weight of each token in a step.
+"""An audit of any training loop: how much each token weighs in each optimizer step.
 
-The training loop is not changed. The gradient of a token's loss with respect to its logits is
-``w * (softmax - onehot)``. Its one negative entry names the label, and its size is the weight ``w``
-that the loop gave the token by all of its divisions. A right loop gives all tokens of an
-optimizer step the weight 1 / (number of tokens of all micro-batches and ranks).
+Hooks on the model and its optimizers measure it; the loop is not changed. The gradient of a token's
+loss with respect to its logits is ``w * (softmax - onehot)``. Its one negative entry names the
+label, and its size is the weight ``w`` that the loop gave the token by all of its divisions. A
+right loop gives all tokens of an optimizer step the weight 1 / (number of tokens of all
+micro-batches and ranks).
 """
 
 from __future__ import annotations
@@ -17,18 +18,60 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.autograd.variable import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fusedce.accumulate.gradients import LISTENERS, held_by_fsdp2
-from fusedce.auditing.steps import MicroBatch, Step, micro_batch_of, step_of, table, verdict
-from fusedce.contract.groups import local_of
+from fusedce.accumulate.gradients import LISTENERS, held_by_fsdp2, norms_of
 from fusedce.contract.results import LossSum
 
 logger = logging.getLogger(__name__)
 
+_ROWS = 128  # positions whose logits are read together
+_SMOOTHED = 1e-3  # the least label smoothing that differs from rounding
+_TOLERANCE = 0.01  # weights that differ by less are the same: bf16 gradients are rounded
+_CERTAIN, _UNEVEN = 0.01, 0.1  # the same for one token, whose label has a probability below 0.99
 _CASTS = ("ToCopyBackward0", "CloneBackward0")  # autograd nodes of copies of the same shape
+_COLUMNS = ("step", "tokens", "true loss", "descended", "logged", "gradient's scale", "spread")
+
+
+@dataclass
+class Step:
+    """One optimizer step, over the micro-batches of all ranks.
+
+    Attributes:
+        n_tokens: trained tokens; ``loss``: their mean, nats per token.
+        descended: the loss whose gradient this was: ``sum of weight * loss`` over tokens.
+        logged: the loss that the loop logged, if :meth:`Audit.log` was called.
+        scale: the mean weight of a token over the right one; 1 is right.
+        spread: the largest weight of a micro-batch's tokens over the smallest; 1 is right.
+        averaged: whether each micro-batch weighs the same, however many tokens it has.
+        lost: micro-batches whose gradients were set to zero before the step.
+        afterwards: by how much ``.grad`` grew between the last backward and the step.
+        even: whether the tokens of each micro-batch weigh the same; else ``scale`` and ``spread``
+            are those of means.
+    """
+
+    n_tokens: int
+    loss: float
+    descended: float
+    logged: float | None
+    scale: float
+    spread: float
+    averaged: bool
+    lost: int
+    afterwards: float
+    even: bool
+
+
+@dataclass
+class MicroBatch:
+    """A micro-batch of this rank."""
+
+    loss_sum: float  # nats
+    n_tokens: int  # trained
+    weight: float  # the mean weight of a token in the gradient of this rank
+    even: bool = True  # whether all tokens have this weight, as far as it is known
 
 
 @dataclass
@@ -115,8 +158,7 @@ class Audit:
         if isinstance(out, LossSum):
             total, n = float(out.loss_sum.detach()), int(out.n_valid)
             if out.loss_sum.requires_grad:
-                edge = get_gradient_edge(out.loss_sum)
-                _watch(edge, lambda g: self._add(MicroBatch(total, n, float(g))))
+                _watch(out.loss_sum, lambda g: self._add(MicroBatch(total, n, float(g))))
             return
         get = out.get if isinstance(out, dict) else lambda name: getattr(out, name, None)
         logits = out if isinstance(out, Tensor) else get("logits")
@@ -126,7 +168,7 @@ class Audit:
                 f"{type(module).__name__} returned {type(out).__name__}"
             )
         held = logits.detach()
-        _watch(_edge_of(logits), lambda g: self._add(micro_batch_of(held, g)))
+        _watch(logits, lambda g: self._add(micro_batch_of(held, g)))
 
     def _add(self, micro: MicroBatch) -> None:
         """Add a micro-batch whose backward runs now to the open step."""
@@ -144,9 +186,8 @@ class Audit:
 
     def _size(self) -> float:
         """The size of all gradients in ``.grad``; inf or NaN if one of them is not finite."""
-        found = (local_of(p.grad) for p in self._model.parameters() if p.grad is not None)
-        grads = (grad._values() if grad.is_sparse else grad for grad in found)
-        return sum(float(torch.linalg.vector_norm(g, math.inf)) for g in grads if g.numel())
+        found = [p for p in self._model.parameters() if p.grad is not None]
+        return sum(map(float, norms_of(found, torch.float64)))
 
     def _note_size(self) -> None:
         self._after_backward = self._size()
@@ -194,19 +235,83 @@ class Audit:
             skipped = any(one.overflowed for one in together)
             kept = [one.micro[one.lost if skipped else 0 :] for one in together]
             micro = [m for of_rank in kept for m in of_rank if m.n_tokens]
-            logged = [one.logged for one in together if one.logged is not None]
-            if micro:
-                step = step_of(micro, averaged_over, logged[0] if logged else None)
-                step.lost = 0 if skipped else sum(one.lost for one in together)
-                step.afterwards = together[0].afterwards
-                self.steps.append(step)
+            if not micro:
+                continue
+            n = sum(m.n_tokens for m in micro)
+            weights = [m.weight / averaged_over * n for m in micro]  # 1 if the loop is right
+            shares = [w * m.n_tokens for w, m in zip(weights, micro, strict=True)]
+            least = min(weights)
+            step = Step(
+                n_tokens=n,
+                loss=sum(m.loss_sum for m in micro) / n,
+                descended=sum(m.weight * m.loss_sum for m in micro) / averaged_over,
+                logged=next((x.logged for x in together if x.logged is not None), None),
+                scale=sum(shares) / n,
+                spread=max(weights) / least if least > 0 else math.inf,
+                averaged=max(shares) - min(shares) <= _TOLERANCE * max(shares),
+                lost=0 if skipped else sum(one.lost for one in together),
+                afterwards=together[0].afterwards,
+                even=all(m.even for m in micro),
+            )
+            self.steps.append(step)
 
     def verdict(self) -> str:
         """Say in one sentence what the loop does to the weight of tokens."""
-        return verdict(self.steps, self._unseen)
+        if not self.steps and self._unseen:
+            return (
+                f"{self._unseen} optimizer steps were made, but the model itself was never called "
+                f"with gradients: a loop that calls fused_ce by hand needs a module whose forward "
+                f"returns its LossSum, and the audit needs that module"
+            )
+        if not self.steps:
+            return "no optimizer step was made: does the optimizer hold the model's parameters?"
+        if lost := sum(step.lost for step in self.steps):
+            return (
+                f"zero_grad was called before the optimizer step: the gradients of {lost} "
+                f"micro-batches were lost"
+            )
+        if not all(step.even for step in self.steps):
+            return (
+                "tokens of one micro-batch weigh differently (weights of classes or of tokens?): "
+                "the audit compares micro-batches whose tokens weigh the same"
+            )
+        spread = max(step.spread for step in self.steps)
+        scale = sum(step.scale for step in self.steps) / len(self.steps)
+        stepped = sum(step.scale * step.afterwards for step in self.steps) / len(self.steps)
+        found = []
+        if spread > 1 + _TOLERANCE:
+            uneven = [step for step in self.steps if step.spread > 1 + _TOLERANCE]
+            why = (
+                "your micro-batches are averaged"
+                if all(step.averaged for step in uneven)
+                else "tokens of one step weigh differently"
+            )
+            found.append(f"{why}: tokens of short ones weigh up to {spread:.1f} x more")
+        # A factor on .grad that does not lead to 1 may be that of clipping.
+        if abs(scale - 1) > _TOLERANCE and abs(stepped - 1) > _TOLERANCE:
+            found.append(f"gradients are {scale:.3g} x those of the mean over the step's tokens")
+        logged = [(s.logged, s.loss) for s in self.steps if s.logged is not None]
+        off = [(a, b) for a, b in logged if abs(a - b) > _TOLERANCE * max(abs(b), 1e-3)]
+        if off:
+            said, right = max(off, key=lambda x: abs(x[0] - x[1]))
+            found.append(
+                f"the loss that is logged is not that of the tokens ({said:.4f} where {right:.4f} "
+                f"is right)"
+            )
+        return "; ".join(found) or (
+            "every token weighs the same, and the gradient is that of the mean over all tokens"
+        )
 
     def __str__(self) -> str:
-        return "\n".join(["", *table(self.steps), "", self.verdict()])
+        """A Markdown table with a line for each step, and the verdict."""
+        lines = ["", f"| {' | '.join(_COLUMNS)} |", "|---:" * len(_COLUMNS) + "|"]
+        for i, s in enumerate(self.steps):
+            logged = "" if s.logged is None else f"{s.logged:.4f}"
+            lines.append(
+                f"| {i} | {s.n_tokens} | {s.loss:.4f} | {s.descended:.4f} | {logged} | "
+                f"{s.scale:.3f} | {s.spread:.2f} |"
+            )
+        return "\n".join([*lines, "", self.verdict()])
 
 
 def audit(
@@ -255,28 +360,56 @@ def audit(
     return Audit(getattr(model, "module", model), gradients_added, loss_scale)
 
 
-def _edge_of(logits: Tensor) -> GradientEdge:
-    """The edge at which the gradient of ``logits`` arrives, or of the source of their cast.
+def micro_batch_of(logits: Tensor, grad: Tensor) -> MicroBatch:
+    """The losses and weights of the trained tokens, from logits and gradient ``(..., V)``.
+
+    A row's gradient is ``w * (softmax - target)``. Beside the label, the target is one number: 0,
+    or what label smoothing puts there. So ``w`` is the slope of the gradient over the
+    probabilities of the other classes; without smoothing, its entry at the label tells ``w`` best.
+    """
+    found = []
+    rows = zip(logits.flatten(0, -2).split(_ROWS), grad.flatten(0, -2).split(_ROWS), strict=True)
+    for z, g in rows:
+        trained = g.min(-1).values < 0
+        g, logprobs = g[trained].double(), torch.log_softmax(z[trained].double(), -1)
+        labels = g.argmin(-1, keepdim=True)
+        others = torch.ones_like(g, dtype=torch.bool).scatter_(-1, labels, False)
+        # The least-squares line through the gradient over the probabilities.
+        n = others.sum(-1)
+        mean_p, mean_g = ((v * others).sum(-1) / n for v in (logprobs.exp(), g))
+        dp = (logprobs.exp() - mean_p[:, None]) * others
+        slope = (dp * (g - mean_g[:, None])).sum(-1) / dp.square().sum(-1)
+        offset = mean_g - slope * mean_p
+        of_label = logprobs.gather(-1, labels)[:, 0]
+        gap = -torch.expm1(of_label)
+        smooth = -offset * g.shape[-1] > _SMOOTHED * slope.clamp(min=0)
+        weight = torch.where(smooth, slope, -g.gather(-1, labels)[:, 0] / gap)
+        target = logprobs.exp() - g / weight[:, None]
+        loss = torch.where(smooth, -(target * logprobs).sum(-1), -of_label)
+        found.append(torch.stack([gap, weight, loss])[:, gap > 0])
+    gap, weight, loss = torch.cat(found, -1).unbind()
+    mean = float((weight * gap).sum() / gap.sum()) if len(gap) else 0.0
+    # The weight of a token whose label is nearly certain is a quotient of rounding errors.
+    off = (weight - mean).abs()[gap > _CERTAIN] > _UNEVEN * abs(mean)
+    return MicroBatch(float(loss.sum()), len(loss), mean, not bool(off.any()))
+
+
+def _watch(x: Tensor, callback: Callable[[Tensor], None]) -> None:
+    """Call ``callback`` with the gradient that arrives at ``x``, or at the source of its cast.
 
     With mixed precision, accelerate returns fp32 copies of a model's outputs, also of the bf16
     logits that the model's loss is made of.
     """
-    edge = get_gradient_edge(logits)
+    edge = get_gradient_edge(x)
     node, nr = edge.node, edge.output_nr
     while node.name() in _CASTS:
         source, nr = node.next_functions[0]
         assert source is not None  # a copy that needs a gradient has a source that needs one
         node = source
-    return GradientEdge(node, nr)
 
-
-def _watch(edge: GradientEdge, callback: Callable[[Tensor], None]) -> None:
-    """Call ``callback`` with the gradient that arrives at ``edge``."""
-    nr = edge.output_nr  # the hook holds no reference to its own node
-
-    def hook(grads: tuple[Tensor | None, ...]) -> None:
+    def hook(grads: tuple[Tensor | None, ...]) -> None:  # holds no reference to its own node
         grad = grads[nr]
         if grad is not None:
             callback(grad.detach())
 
-    edge.node.register_prehook(hook)
+    node.register_prehook(hook)
