@@ -189,6 +189,23 @@ def test_a_sure_class_keeps_its_digits_at_whatever_place_it_stands(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rounded_log_sum_exp_is_in_no_gradient(backend):
+    """Logits are exact here; a log-sum-exp near 300 would be rounded by up to 1.5e-5."""
+    hidden = torch.tensor([[300.0, 300 - 5.0], [301.0, 301 - 7.0], [-200.0, -208.0]])
+
+    def gradients(stats, dtype, **options):
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden.clone(), torch.eye(2))]
+        entropy = stats(*leaves, torch.ones(3, dtype=torch.int64), **options).entropy
+        return torch.autograd.grad(entropy.sum(), leaves)
+
+    errs_like(
+        gradients(fused_logprobs, torch.float32, backend=backend),
+        gradients(token_stats, torch.float32),
+        gradients(token_stats, torch.float64),
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("K", [None, 3])
 def test_ignored_positions_hold_nothing(backend, K):
     hidden, weight, labels, _ = Case((3, 9), 12, 70, ignored=0.4).tensors()  # NaN where ignored
