@@ -57,7 +57,7 @@ def token_stats(task: Task) -> tuple[Stats, Tensor]:
     task = task.but(wanted=wanted.but(hidden=hidden, weight=weight, bias=bias, lse=lse))
     stats = transformed_stats.apply if transformed() else torch.ops.fusedce.stats
     nll, lse, entropy, zmean, z, n_valid, argmax = stats(*task.flat())
-    return Stats(nll, lse, entropy, zmean, n_valid, argmax), z
+    return Stats(nll, lse.to(nll.dtype), entropy, zmean, n_valid, argmax), z
 
 
 # ---- operators -----------------------------------------------------------------------------------
@@ -76,8 +76,8 @@ def _stats(*flat: Any) -> tuple[Tensor, ...]:
         if divergence is not None:
             check_divergence_budget(task)
             loss, n_valid, *_ = backend.divergence_and_grads(task.but(wanted=Wanted()))
-            nothing = (loss.new_empty(0) for _ in range(4))
-            return loss, *nothing, n_valid, labels.new_empty(0, dtype=torch.int64)
+            lse, *nothing = (loss.new_empty(0) for _ in range(4))
+            return loss, lse.double(), *nothing, n_valid, labels.new_empty(0, dtype=torch.int64)
         over_ranks: Backend | OfShard = backend if shard is None else OfShard(backend, shard)
         problem = chosen.with_what_is_left(problem, wanted, shard)
         z = problem.hidden.new_empty(0, dtype=acc_dtype(problem.hidden.dtype))
@@ -100,6 +100,7 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
             True, own and wanted.lse, own and wanted.entropy, own and wanted.zmean
         )
     )  # fmt: skip
+    lse = lse.double()
     z = nll.new_empty(problem.labels.shape if problem.labels.dim() == 2 else (0,))
     n_valid = problem.labels.new_empty((), dtype=torch.int64)
     argmax = problem.labels.new_empty((N if own and wanted.argmax else 0,), dtype=torch.int64)
