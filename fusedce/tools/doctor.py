@@ -156,7 +156,7 @@ def device_name(device: torch.device) -> str:
     """The name of a device, with what its speed depends on."""
     if device.type == "cpu":
         return f"{platform.machine()}, {torch.get_num_threads()} threads"
-    name = torch.get_device_module(device).getdevice_name(device)
+    name = torch.get_device_module(device).get_device_name(device)
     if device.type != "cuda":
         return str(name)
     major, minor = torch.cuda.get_device_capability(device)
