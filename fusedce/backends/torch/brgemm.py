@@ -1,12 +1,12 @@
 """Products of bfloat16 matrices with float32 results by oneDNN's kernel, for AMD's CPUs.
 
 `torch.mm` rounds a product of bfloat16 to bfloat16, which would cost the loss its exactness, and
-widened operands take twice the time. (Intel's units, where they are no AMX, multiply bfloat16 at
-half the rate of float32; `bench/LOG.md` has the figures.) The kernel behind both, ``brgemm``, has float32 results; torch
-exports it as ``at::native::cpublas::brgemm`` for its own attention. No torch version promises that
-symbol: without it, in a version older than those that were tried, or where its answer is wrong,
-products are of widened operands. Its mangled name holds the types of all parameters, so another
-signature is another name.
+widened operands take twice the time there. (On Intel's CPUs without AMX a product of bfloat16 takes
+longer than one of float32: `bench/LOG.md`.) The kernel behind both, ``brgemm``, has float32
+results; torch exports it as ``at::native::cpublas::brgemm`` for its own attention. No torch version
+promises that symbol: without it, in a version older than those that were tried, or where its answer
+is wrong, products are of widened operands. Its mangled name holds the types of all parameters, so
+another signature is another name.
 
 The kernel runs on one thread a call and reads the second operand in pairs of rows. So a product is
 made from blocks, which the threads of torch's own OpenMP pool take by turns: other threads would
