@@ -5,16 +5,17 @@ STAMP := .venv/.installed
 EXTRAS := .[cli,testing,transformers]
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all quick compiled fuzz test-oldest test-newest lint docs clean
+.PHONY: help demo test test-slow test-all quick compiled fuzz test-oldest test-newest lint docs clean
 
 help:
 	@echo "make demo   train a small model three ways, compare, write out/ (set-up, then 2 minutes)"
 	@echo "make test   tests that find nearly every defect, in five minutes on two cores (once set up)"
-	@echo "make test-all  every test: half an hour"
+	@echo "make test-slow  the other tests: a quarter of an hour"
+	@echo "make test-all  every test: test and test-slow"
 	@echo "make quick  make test without the compiled kernels"
 	@echo "make compiled  all tests of what Triton compiles for sm_80 and sm_90, without a GPU"
 	@echo "            JITTER=7 sums products as another CPU would, ORDER=7 shuffles the tests,"
-	@echo "            TESTS=tests/loss chooses among them: for each of the four"
+	@echo "            TESTS=tests/loss chooses among them: for each of the five"
 	@echo "make fuzz   property tests on random examples for SECONDS=300"
 	@echo "make test-oldest, make test-newest"
 	@echo "            every test with the oldest and the newest torch and Triton (Python 3.10, 3.13)"
@@ -28,7 +29,8 @@ demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
 test: CHOSEN = -m "not slow"
-test test-all: $(STAMP)
+test-slow: CHOSEN = -m slow
+test test-slow test-all: $(STAMP)
 	@begin=$$(date +%s); export FAILED_TESTS=$$(mktemp); status=0; \
 	for part in quick compiled; do \
 		$(MAKE) --no-print-directory $$part CHOSEN='$(CHOSEN)' || status=1; \

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.autograd.variable import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -59,25 +59,19 @@ class Step:
     scale: float
     spread: float
     averaged: bool
-    lost: int = 0
-    afterwards: float = 1.0
-    even: bool = True
+    lost: int
+    afterwards: float
+    even: bool
 
 
 @dataclass
 class MicroBatch:
-    """A micro-batch of this rank.
+    """A micro-batch of this rank."""
 
-    Attributes:
-        loss_sum: nats, of ``n_tokens`` trained tokens.
-        weight: the mean weight of a token in the gradient of this rank.
-        even: whether all tokens have this weight, as far as it is known.
-    """
-
-    loss_sum: float
-    n_tokens: int
-    weight: float
-    even: bool = True
+    loss_sum: float  # nats
+    n_tokens: int  # trained
+    weight: float  # the mean weight of a token in the gradient of this rank
+    even: bool = True  # whether all tokens have this weight, as far as it is known
 
 
 @dataclass
@@ -164,8 +158,7 @@ class Audit:
         if isinstance(out, LossSum):
             total, n = float(out.loss_sum.detach()), int(out.n_valid)
             if out.loss_sum.requires_grad:
-                edge = get_gradient_edge(out.loss_sum)
-                _watch(edge, lambda g: self._add(MicroBatch(total, n, float(g))))
+                _watch(out.loss_sum, lambda g: self._add(MicroBatch(total, n, float(g))))
             return
         get = out.get if isinstance(out, dict) else lambda name: getattr(out, name, None)
         logits = out if isinstance(out, Tensor) else get("logits")
@@ -175,7 +168,7 @@ class Audit:
                 f"{type(module).__name__} returned {type(out).__name__}"
             )
         held = logits.detach()
-        _watch(_edge_of(logits), lambda g: self._add(micro_batch_of(held, g)))
+        _watch(logits, lambda g: self._add(micro_batch_of(held, g)))
 
     def _add(self, micro: MicroBatch) -> None:
         """Add a micro-batch whose backward runs now to the open step."""
@@ -242,12 +235,25 @@ class Audit:
             skipped = any(one.overflowed for one in together)
             kept = [one.micro[one.lost if skipped else 0 :] for one in together]
             micro = [m for of_rank in kept for m in of_rank if m.n_tokens]
-            logged = [one.logged for one in together if one.logged is not None]
-            if micro:
-                step = step_of(micro, averaged_over, logged[0] if logged else None)
-                step.lost = 0 if skipped else sum(one.lost for one in together)
-                step.afterwards = together[0].afterwards
-                self.steps.append(step)
+            if not micro:
+                continue
+            n = sum(m.n_tokens for m in micro)
+            weights = [m.weight / averaged_over * n for m in micro]  # 1 if the loop is right
+            shares = [w * m.n_tokens for w, m in zip(weights, micro, strict=True)]
+            least = min(weights)
+            step = Step(
+                n_tokens=n,
+                loss=sum(m.loss_sum for m in micro) / n,
+                descended=sum(m.weight * m.loss_sum for m in micro) / averaged_over,
+                logged=next((x.logged for x in together if x.logged is not None), None),
+                scale=sum(shares) / n,
+                spread=max(weights) / least if least > 0 else math.inf,
+                averaged=max(shares) - min(shares) <= _TOLERANCE * max(shares),
+                lost=0 if skipped else sum(one.lost for one in together),
+                afterwards=together[0].afterwards,
+                even=all(m.even for m in micro),
+            )
+            self.steps.append(step)
 
     def verdict(self) -> str:
         """Say in one sentence what the loop does to the weight of tokens."""
@@ -368,7 +374,12 @@ def micro_batch_of(logits: Tensor, grad: Tensor) -> MicroBatch:
         g, logprobs = g[trained].double(), torch.log_softmax(z[trained].double(), -1)
         labels = g.argmin(-1, keepdim=True)
         others = torch.ones_like(g, dtype=torch.bool).scatter_(-1, labels, False)
-        slope, offset = _line(logprobs.exp(), g, others)
+        # The least-squares line through the gradient over the probabilities.
+        n = others.sum(-1)
+        mean_p, mean_g = ((v * others).sum(-1) / n for v in (logprobs.exp(), g))
+        dp = (logprobs.exp() - mean_p[:, None]) * others
+        slope = (dp * (g - mean_g[:, None])).sum(-1) / dp.square().sum(-1)
+        offset = mean_g - slope * mean_p
         of_label = logprobs.gather(-1, labels)[:, 0]
         gap = -torch.expm1(of_label)
         smooth = -offset * g.shape[-1] > _SMOOTHED * slope.clamp(min=0)
@@ -383,55 +394,22 @@ def micro_batch_of(logits: Tensor, grad: Tensor) -> MicroBatch:
     return MicroBatch(float(loss.sum()), len(loss), mean, not bool(off.any()))
 
 
-def _line(x: Tensor, y: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-    """Slope and offset ``(rows,)`` of the least-squares line through ``y`` over ``x (rows, V)``."""
-    n = where.sum(-1)
-    mean_x, mean_y = ((v * where).sum(-1) / n for v in (x, y))
-    dx, dy = ((v - m[:, None]) * where for v, m in ((x, mean_x), (y, mean_y)))
-    slope = (dx * dy).sum(-1) / dx.square().sum(-1)
-    return slope, mean_y - slope * mean_x
-
-
-def step_of(micro: list[MicroBatch], averaged_over: int, logged: float | None) -> Step:
-    """The step of these micro-batches, whose gradients ``averaged_over`` ranks have averaged."""
-    n = sum(m.n_tokens for m in micro)
-    weights = [m.weight / averaged_over * n for m in micro]  # 1 if the loop is right
-    shares = [w * m.n_tokens for w, m in zip(weights, micro, strict=True)]
-    least = min(weights)
-    return Step(
-        n_tokens=n,
-        loss=sum(m.loss_sum for m in micro) / n,
-        descended=sum(m.weight * m.loss_sum for m in micro) / averaged_over,
-        logged=logged,
-        scale=sum(shares) / n,
-        spread=max(weights) / least if least > 0 else math.inf,
-        averaged=max(shares) - min(shares) <= _TOLERANCE * max(shares),
-        even=all(m.even for m in micro),
-    )
-
-
-def _edge_of(logits: Tensor) -> GradientEdge:
-    """The edge at which the gradient of ``logits`` arrives, or of the source of their cast.
+def _watch(x: Tensor, callback: Callable[[Tensor], None]) -> None:
+    """Call ``callback`` with the gradient that arrives at ``x``, or at the source of its cast.
 
     With mixed precision, accelerate returns fp32 copies of a model's outputs, also of the bf16
     logits that the model's loss is made of.
     """
-    edge = get_gradient_edge(logits)
+    edge = get_gradient_edge(x)
     node, nr = edge.node, edge.output_nr
     while node.name() in _CASTS:
         source, nr = node.next_functions[0]
         assert source is not None  # a copy that needs a gradient has a source that needs one
         node = source
-    return GradientEdge(node, nr)
 
-
-def _watch(edge: GradientEdge, callback: Callable[[Tensor], None]) -> None:
-    """Call ``callback`` with the gradient that arrives at ``edge``."""
-    nr = edge.output_nr  # the hook holds no reference to its own node
-
-    def hook(grads: tuple[Tensor | None, ...]) -> None:
+    def hook(grads: tuple[Tensor | None, ...]) -> None:  # holds no reference to its own node
         grad = grads[nr]
         if grad is not None:
             callback(grad.detach())
 
-    edge.node.register_prehook(hook)
+    node.register_prehook(hook)

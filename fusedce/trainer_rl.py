@@ -61,13 +61,7 @@ class FusedPolicyMixin:
         super().__init__(*args, **kwargs)
         import trl.trainer.utils as trl_utils
 
-        missing = [name for name in (_LOGPROB_FUNCTION, _CALLER) if not hasattr(trl_utils, name)]
-        if missing:
-            raise RuntimeError(
-                f"FusedPolicyMixin needs a TRL whose trainer.utils has {' and '.join(missing)} "
-                f"(known: 1.16): use the trainer without the mixin, or fused_logprobs in a loop of "
-                f"your own"
-            )
+        _check_known("FusedPolicyMixin", trl_utils, _LOGPROB_FUNCTION, _CALLER)
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None:
                 _fuse(self.accelerator.unwrap_model(model), trl_utils)
@@ -93,21 +87,12 @@ class _Fused:
         They are log-probability (always computed), entropy, log of the sum of squared
         probabilities, mean logit, and whether the label is the likeliest class.
         """
-
-        def compute(temperature: float, mean_logit: bool = False) -> Any:
-            return fused_logprobs(
-                hidden,
-                weight,
-                labels,
-                bias=bias,
-                ignore_index=None,
-                softcap=softcap,
-                logit_scale=float(logit_scale),
-                temperature=float(temperature),
-                mean_logit=mean_logit,
-            )
-
-        stats = compute(temperature, mean_logit="mean_logits" in outputs)
+        compute: Any = functools.partial(
+            fused_logprobs, hidden, weight, labels, bias=bias, ignore_index=None, softcap=softcap,
+            logit_scale=float(logit_scale),
+        )  # fmt: skip
+        t = float(temperature)
+        stats = compute(temperature=t, mean_logit="mean_logits" in outputs)
         found = {
             "log_probs": stats.logprob,
             "entropy": stats.entropy,
@@ -116,7 +101,7 @@ class _Fused:
         }
         if "log_sum_sq_probs" in outputs:  # log sum p^2, from logits times 2
             with torch.no_grad():
-                found["log_sum_sq_probs"] = compute(temperature / 2).lse - 2 * stats.lse
+                found["log_sum_sq_probs"] = compute(temperature=t / 2).lse - 2 * stats.lse
         names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
         return tuple(found[name] if name in (*outputs, "log_probs") else None for name in names)
 
@@ -159,11 +144,7 @@ class FusedDistillationMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         module: Any = sys.modules.get(_DISTILLATION)  # of the trainer behind the mixin
-        if not hasattr(module, _DIVERGENCE):
-            raise RuntimeError(
-                f"FusedDistillationMixin needs a TRL with {_DISTILLATION}.{_DIVERGENCE} (known: "
-                f"1.16): use the trainer without the mixin, or fused_kl in a loop of your own"
-            )
+        _check_known("FusedDistillationMixin", module, _DIVERGENCE)
         self._module_of_divergence = module
         super().__init__(*args, **kwargs)
 
@@ -221,6 +202,15 @@ def _divergence_loss(
     if isinstance(divisor, Tensor):
         divisor = divisor.to(loss_sum.device)
     return loss_sum / divisor, entropy, n_valid
+
+
+def _check_known(mixin: str, module: Any, *names: str) -> None:
+    """Raise ``RuntimeError`` unless TRL's ``module`` has all functions that a mixin exchanges."""
+    if missing := [name for name in names if not hasattr(module, name)]:
+        raise RuntimeError(
+            f"{mixin} needs a TRL whose trainer modules have {' and '.join(missing)} (known: 1.16):"
+            f" use the trainer without the mixin, or fused_logprobs or fused_kl in a loop"
+        )
 
 
 def _whole(x: Any, dtype: torch.dtype) -> Any:

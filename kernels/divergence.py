@@ -145,8 +145,8 @@ def class_terms(z, t, lse, lse_t, shift, share, rest, KIND: tl.constexpr):
 
 
 @triton.jit
-def leave_row_out(row, losses, row_factors, grads, width, BLOCK_V: tl.constexpr):
-    """Store 0 as the loss, the factor and the gradient of ``row``; ``grads`` begins there."""
+def leave_row_out(row, losses, row_factors, grads, wide, width, BLOCK_V: tl.constexpr):
+    """Store 0 as the loss, the factor and the gradient of ``row``, where both gradients begin."""
     tl.store(losses + row, 0.0)
     if row_factors is not None:
         tl.store(row_factors + row, 0.0)
@@ -155,6 +155,8 @@ def leave_row_out(row, losses, row_factors, grads, width, BLOCK_V: tl.constexpr)
             offs_v = start + tl.arange(0, BLOCK_V)
             none = tl.zeros((BLOCK_V,), dtype=grads.dtype.element_ty)
             tl.store(grads + offs_v, none, mask=offs_v < width)
+            if wide is not None:
+                tl.store(wide + offs_v, none.to(tl.float32), mask=offs_v < width)
 
 
 @triton.jit(
@@ -164,6 +166,7 @@ def divergence_rows_kernel(
     student,  # (C, width) fp32 products
     teacher,  # (C, width) fp32 products
     grads,  # (C, 4 / itemsize * width) out: `student` in the inputs' dtype; or None
+    wide,  # (C, width) fp32 out: `teacher`, to hold grads before they are rounded; or None
     bias,  # (V,) or None
     teacher_bias,  # (V,) or None
     labels,  # (C,) int
@@ -193,10 +196,12 @@ def divergence_rows_kernel(
     teacher += c * width
     if grads is not None:
         grads += c * stride_g
+    if wide is not None:
+        wide += c * width
     offs_v = tl.arange(0, BLOCK_V)
     weight = tl.load(token_weight + c)
     if weight == 0.0:
-        leave_row_out(c, losses, row_factors, grads, width, BLOCK_V)
+        leave_row_out(c, losses, row_factors, grads, wide, width, BLOCK_V)
         return
 
     label = tl.load(labels + c)
@@ -295,6 +300,8 @@ def divergence_rows_kernel(
                 g.to(grads.dtype.element_ty),
                 mask=start + offs_v < width,
             )
+            if wide is not None:
+                tl.store(wide + start + offs_v, g, mask=start + offs_v < width)
     divergence = tl.where(divergence >= INFINITE, float("inf"), divergence + bad)
     loss = weight.to(tl.float64) * (divergence + of_ce * nll)
     tl.store(losses + c, tl.where(known, loss, float("nan")).to(tl.float32))

@@ -306,7 +306,7 @@ def merge_stats_kernel(
     rows,  # (N,) int32
     count,  # () int32
     nll,  # (N,) fp32 out, as all below, at valid rows
-    lse,  # or None
+    lse,  # fp64, or None
     entropy,  # where there are moments
     zmean,  # where there are zsums
     argmax,  # (N,) int64 out, where there is best
@@ -366,7 +366,7 @@ def merge_stats_kernel(
     bad = z != z  # a bad label, or a logit of +inf: maxima may pass a NaN by
     tl.store(nll + row, tl.where(bad, z, loss).to(tl.float32), mask=mask_n)
     if lse is not None:
-        tl.store(lse + row, tl.where(bad, z, total).to(tl.float32), mask=mask_n)
+        tl.store(lse + row, tl.where(bad, z, total), mask=mask_n)
     if zsums is not None:
         tl.store(zmean + row, (zsum / V).to(tl.float32), mask=mask_n)
 

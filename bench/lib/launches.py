@@ -159,8 +159,8 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Callable[..., Any], tuple[A
     yield "narrow", loss, tuple(x.detach() for x in narrow), {}
     yield "narrow", loss, narrow, {}
     yield "V=50257", loss, odd, {}
-    of_both = pointwise | {"teacher_bias": bias, "teacher_softcap": 30.0, "ce_weight": 0.5}
-    of_both |= {"teacher_logit_scale": 0.5}
+    of_both = pointwise | {"bias": bias.detach().requires_grad_(), "teacher_bias": bias}
+    of_both |= {"teacher_softcap": 30.0, "teacher_logit_scale": 0.5, "ce_weight": 0.5}
     heads = (*plain[:2], *(x.detach() for x in plain))
     for name, beta in (("forward", 0.5), ("reverse", 0.5), ("jsd", 0.5), ("jsd", 0.01)):
         kind = {"divergence": name, "beta": beta}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fusedce.accumulate.arguments import OnEmpty, as_counts, check_module, describe, unpack
 from fusedce.accumulate.engines import Engine, from_accelerator, from_mesh
-from fusedce.accumulate.exchange import CLOSE, FINISH, WINDOW, Exchange, is_known, together
+from fusedce.accumulate.exchange import CLOSE, FINISH, WINDOW, Exchange, together
 from fusedce.accumulate.gradients import STREAMED, drop_gradients, scale_gradients, trained_of
 from fusedce.accumulate.guard import Guard
 from fusedce.accumulate.sums import Loss, Metrics
@@ -58,6 +58,9 @@ class LossAccumulator(Metrics):
         on_empty: the result of a window without a valid token on any rank. "zero": zero gradients.
             "skip": :attr:`should_step` is False, and ``finish`` sets ``.grad`` to None. "raise":
             ``RuntimeError`` on all ranks. The last two read the count once per window.
+
+    Attributes:
+        should_step: False after a window without any valid token under "skip", else True.
 
     Examples:
         >>> acc = LossAccumulator()
@@ -107,7 +110,7 @@ class LossAccumulator(Metrics):
         self._guard = Guard()
         self._window: Window | None = None  # the open one
         self._announced: object = None  # the result of `window(...)` until it is entered
-        self._should_step = True
+        self.should_step = True
         super().__init__()
 
     # ---- training ---------------------------------------------------------------------------
@@ -147,7 +150,7 @@ class LossAccumulator(Metrics):
         if self._on_empty != "zero" or sent.work is None:
             self._decide_step(sent.wait()[0])
         else:
-            self._should_step = True
+            self.should_step = True
         self._open(Window(declared, sent, self._guard))
 
     def _leave(self, error: BaseException | None) -> None:
@@ -157,7 +160,7 @@ class LossAccumulator(Metrics):
         if error is not None:
             self._close(dropped=True)
             # Ranks that already know of the error do not come to the window's end.
-            if not is_known(error) and not window.was_refused():
+            if not getattr(error, "is_known", False) and not window.was_refused():
                 self._exchange.fail(CLOSE, error)
             return
         try:
@@ -272,18 +275,13 @@ class LossAccumulator(Metrics):
         sums, trained = self._end(FINISH, window, parameters)
         self._close()
         self._decide_step(sums[1])
-        if self._should_step:
+        if self.should_step:
             scale_gradients(trained, STREAMED * self._tokens.size() / sums[1].clamp(min=1))
         else:
             for p in trained:
                 p.grad = None
         self._count_window(sums)
-        return self._should_step
-
-    @property
-    def should_step(self) -> bool:
-        """False after a window without any valid token under ``on_empty="skip"``, else True."""
-        return self._should_step
+        return self.should_step
 
     def discard_window(self, module: torch.nn.Module | None = None) -> None:
         """Forget the micro-batches of an open streaming window; call ``zero_grad`` as well.
@@ -365,9 +363,9 @@ class LossAccumulator(Metrics):
 
     def _decide_step(self, total: Tensor) -> None:
         """Set :attr:`should_step` from the tokens ``total ()`` of all ranks, or raise."""
-        self._should_step = self._on_empty == "zero" or int(total) > 0
-        if not self._should_step and self._on_empty == "raise":
-            self._should_step = True
+        self.should_step = self._on_empty == "zero" or int(total) > 0
+        if not self.should_step and self._on_empty == "raise":
+            self.should_step = True
             raise RuntimeError(
                 "no valid token in this window on any rank (on_empty='raise'): "
                 "every label is ignore_index"

@@ -56,10 +56,9 @@ class AccelerateEngine(Engine):
 
     def __init__(self, accelerator: Any) -> None:
         needed = ("distributed_type", "gradient_accumulation_steps", "backward")
-        if lacking := [name for name in needed if not hasattr(accelerator, name)]:
+        if not all(hasattr(accelerator, name) for name in needed):
             raise TypeError(
-                f"accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__} "
-                f"without {', '.join(lacking)}"
+                f"accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__}"
             )
         kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
         if kind == "MEGATRON_LM":

@@ -47,11 +47,6 @@ def known(error: BaseException) -> BaseException:
     return error
 
 
-def is_known(error: BaseException) -> bool:
-    """Whether all ranks know of an error."""
-    return getattr(error, "is_known", False)
-
-
 class Pending(NamedTuple):
     """A message that was sent; :meth:`wait` gives the sums over ranks."""
 
@@ -63,10 +58,8 @@ class Pending(NamedTuple):
     def wait(self) -> Tensor:
         """The sums over ranks, ``(KINDS,)`` float64. On a device only its queue waits.
 
-        Raises:
-            RuntimeError, TypeError, ValueError: one rank has failed, or settings differ; the error
-                is the same on all ranks. On a device it is raised when a value is read there.
-            RuntimeError: other ranks have not come within the group's timeout.
+        Raises the same error on all ranks if one has failed or settings differ (on a device, when a
+        value is read there), and ``RuntimeError`` if others have not come within the timeout.
         """
         if self.work is not None:
             with self.exchange.waiting(self.purpose):
@@ -106,22 +99,13 @@ class Exchange:
 
     def send(
         self,
-        purpose: str,
-        values: Tensor,
-        settings: Mapping[str, object],
-        micro: int = 0,
-        fault: Tensor | None = None,
+        purpose: str,  # one of the four of this module, equal on all ranks
+        values: Tensor,  # at most (KINDS,), to be summed over ranks as float64
+        settings: Mapping[str, object],  # must be equal on all ranks
+        micro: int = 0,  # declared micro-batches plus one; 0 on ranks without losses
+        fault: Tensor | None = None,  # (FAULT,) int64: the first that this rank has found
     ) -> Pending:
-        """Start one all-gather.
-
-        Args:
-            purpose: one of the four of this module, equal on all ranks.
-            values: at most ``(KINDS,)``, to be summed over ranks as float64.
-            settings: must be equal on all ranks.
-            micro: the number of declared micro-batches plus one, equal on all ranks that have
-                losses; 0 on others.
-            fault: the first error that this rank has found in tensors.
-        """
+        """Start one all-gather."""
         group, values = self.ranks.group(), F.pad(values.double(), (0, len(KINDS) - len(values)))
         at = values.device if group is None else agreement.device_for(group, values.device)
         if fault is None:

@@ -16,12 +16,7 @@ STREAMED = 1024  # the denominator of streaming losses, a power of two: it round
 
 
 def trained_of(parameters: Any) -> list[Tensor]:
-    """The tensors of ``parameters`` that have a gradient, each once.
-
-    Raises:
-        TypeError: not an iterable of tensors.
-        RuntimeError: none has a gradient.
-    """
+    """The tensors of ``parameters`` that have a gradient, each once; raises if none has."""
     advice = (
         "parameters: pass an iterable of tensors, such as model.parameters() (not "
         "named_parameters(), a state_dict or an optimizer's param_groups)"

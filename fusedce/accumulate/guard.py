@@ -256,12 +256,9 @@ class Guard:
     def unexpected(self, arrived: Tensor, upstreams: Tensor) -> tuple[Tensor, Tensor]:
         """Which gradients ``arrived (M,)`` are none of ``upstreams (M, U)`` times a loss scale.
 
-        Loss scales are those of ``GradScaler`` objects in this process. Without any, on a device
-        whose values cannot be read here and with DeepSpeed, a power of two is accepted too: the
-        loss scalers of other libraries use these.
-
-        Returns:
-            ``(M,)`` bool, and the factors ``(M,)`` over the likeliest upstream.
+        The second result is the factors ``(M,)`` over the likeliest upstream. Loss scales are those
+        of ``GradScaler`` objects in this process. Without any, on a device whose values cannot be
+        read here and with DeepSpeed, a power of two is accepted too, which other libraries use.
         """
         readable = _exchange.readable(arrived.device)
         factors = arrived[:, None] / _exchange.moved(upstreams, arrived.device)

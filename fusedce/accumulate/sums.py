@@ -36,29 +36,14 @@ def sums_of(outs: Sequence[MonitoredLossSum]) -> Tensor:
     def total(values: list[Tensor], least: float = -math.inf) -> Tensor:
         if not values:
             return torch.zeros((), dtype=torch.float64, device=at)
-        return (
-            _exchange.moved(_exchange.together(values).detach(), at).double().clamp(min=least).sum()
-        )
+        every = _exchange.together(values).detach().double()
+        return _exchange.moved(every.clamp(min=least).sum(), at)
 
     found = [total([x.loss_sum for x in outs]), total([x.n_valid for x in outs], 0)]
     for name in MONITORS:
         of = [x for x in outs if name in x.monitors]
         found += [total([x.monitors[name] for x in of]), total([x.n_valid for x in of], 0)]
     return torch.stack(found)
-
-
-def per_token(sums: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of sums over tokens, by name."""
-    n = sums["n_valid"]
-    mean = sums["loss_sum"] / n if n else math.nan
-    perplexity = math.nan if mean != mean else math.exp(mean) if mean < 709 else math.inf
-    found: dict[str, float] = {"loss": mean, "perplexity": perplexity, "n_tokens": int(n)}
-    for name in MONITORS:
-        if monitored := sums[f"{name} of"]:
-            if name == "correct":
-                found["correct_tokens"] = int(sums[name])
-            found[_MEANS[name]] = sums[name] / monitored
-    return found
 
 
 class Metrics:
@@ -133,7 +118,17 @@ class Metrics:
         if self._waiting is not None or not self._trains:
             self._sum_over_ranks()
         self._refuse_open_window("read metrics")
-        found = {**per_token(self._numbers()), "n_windows": self._n_windows}
+        sums = self._numbers()
+        n = int(sums["n_valid"])
+        mean = sums["loss_sum"] / n if n else math.nan
+        perplexity = math.nan if mean != mean else math.exp(mean) if mean < 709 else math.inf
+        found = {"loss": mean, "perplexity": perplexity, "n_tokens": n}
+        for name in MONITORS:
+            if monitored := sums[f"{name} of"]:
+                if name == "correct":
+                    found["correct_tokens"] = int(sums[name])
+                found[_MEANS[name]] = sums[name] / monitored
+        found["n_windows"] = self._n_windows
         if reset:
             self._reset()
         return found
@@ -143,7 +138,7 @@ class Metrics:
         bad, sums, self._bad, self._waiting = self._bad, self._waiting, None, None
         with self._exchange.tell_peers_on_error(METRICS):
             self._refuse_open_window("read metrics")
-        sums = torch.zeros(len(KINDS), device="cpu") if sums is None else sums
+        sums = torch.zeros(len(KINDS), dtype=torch.float64, device="cpu") if sums is None else sums
         sums = self._exchange.send(METRICS, sums, self._equal(), fault=bad).wait()
         self._sums = _exchange.moved(self._sums, sums.device) + sums
 

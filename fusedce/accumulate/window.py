@@ -8,7 +8,6 @@ holds a part of it that cannot be removed.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -37,16 +36,13 @@ class Record(NamedTuple):
 
 
 class Window:
-    """An open window, from its first micro-batch to its end.
-
-    Args:
-        declared: tokens of each micro-batch, ``()`` int64; ``None`` when streaming.
-        denominator: the message whose first sum is the tokens of all ranks, or a constant.
-        guard: checks of the gradients.
-    """
+    """An open window, from its first micro-batch to its end."""
 
     def __init__(
-        self, declared: list[Tensor] | None, denominator: Pending | float, guard: Guard
+        self,
+        declared: list[Tensor] | None,  # tokens of each micro-batch, () int64; None: streaming
+        denominator: Pending | float,  # a message whose first sum is all tokens, or a constant
+        guard: Guard,
     ) -> None:
         self.declared = declared
         self.done: list[Record] = []  # differentiated
@@ -57,14 +53,9 @@ class Window:
         self._n_scaled = 0
         self._factors: dict[object, Tensor | float] = {}
         self._begun: list[tuple[int, Record]] = []  # ids of backwards that have not ended
-        self._thread = threading.get_ident()
 
     def denominator(self) -> Tensor | float:
-        """Tokens of all ranks, at least 1, or the constant; waits once for the other ranks.
-
-        Raises:
-            RuntimeError, TypeError, ValueError: a rank has failed, or settings differ.
-        """
+        """Tokens of all ranks, at least 1, or the constant; waits once, as :meth:`Pending.wait`."""
         if isinstance(self._denominator, Pending):
             self._denominator = self._denominator.wait()[0].clamp(min=1)
         return self._denominator
@@ -87,14 +78,9 @@ class Window:
     # ---- micro-batches ----------------------------------------------------------------------
 
     def check_usable(self, more: int = 1) -> None:
-        """Raise if the window is broken, another thread's, or full with ``more`` micro-batches."""
+        """Raise if the window is broken, or full with ``more`` micro-batches."""
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint recomputes the loss inside a backward, in any thread
-        if threading.get_ident() != self._thread:
-            raise RuntimeError(
-                "this window was opened by another thread: a LossAccumulator belongs to one "
-                "thread, make one for each"
-            )
         if self._begun:
             raise RuntimeError(
                 "this window can only be dropped: a backward has raised, and .grad holds a part of "
@@ -247,16 +233,11 @@ class WindowBlock:
     """
 
     def __init__(self, owner: Any, counts: Any) -> None:
-        self._owner, self._counts = owner, [counts]
-        self._expecting = expecting(owner._expected)
+        self._owner, self._counts = owner, counts
 
     def __enter__(self) -> Any:
-        if not self._counts:
-            raise RuntimeError(
-                "this window was entered before: each optimizer step has counts of its own, so "
-                "write `with acc.window(counts):` in the loop"
-            )
-        self._owner._enter(self._counts.pop())
+        self._owner._enter(self._counts)
+        self._expecting = expecting(self._owner._expected)
         self._expecting.__enter__()
         return self._owner
 

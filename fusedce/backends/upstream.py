@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedce.backends.gradients import Summed, waiting
 from fusedce.contract.objective import Stats, Upstream, expected_upstream, slopes, token_losses
-from fusedce.contract.problem import Problem, Projection, Wanted
+from fusedce.contract.problem import Problem, Projection, Wanted, acc_dtype
 
 
 class Values(NamedTuple):
@@ -45,7 +45,8 @@ def upstream_of(
 
     ``d nll = p - onehot,  d lse = p,  d entropy = -p * (log p + entropy),  d zmean = c / V``.
 
-    All factors of a token with a bad label are NaN.
+    All factors of a token with a bad label are NaN. They are for ``p = exp(z - lse)`` with ``lse``
+    rounded to the dtype of the logits, and undo that rounding.
     """
     # A statistic that was not computed is (0,), and so is a gradient that a compiler makes for it.
     upstreams = Upstreams(*(u if u is not None and len(u) else None for u in upstreams))
@@ -55,14 +56,12 @@ def upstream_of(
     at_label = torch.zeros_like(p_label)
     used = torch.zeros_like(problem.labels, dtype=torch.bool)
     beta = gamma = None
-    if upstreams.nll is not None:
-        alpha += upstreams.nll
-        at_label += upstreams.nll * torch.expm1(-nll)  # p - 1 without cancellation
-        used |= upstreams.nll != 0
-    if upstreams.lse is not None:
-        alpha += upstreams.lse
-        at_label += upstreams.lse * p_label
-        used |= upstreams.lse != 0
+    p_less_one = torch.expm1(-nll)  # without cancellation
+    for u, at in ((upstreams.nll, p_less_one), (upstreams.lse, p_label)):
+        if u is not None:
+            alpha += u
+            at_label += u * at
+            used |= u != 0
     if upstreams.entropy is not None:
         entropy = values.entropy.double()
         beta = upstreams.entropy
@@ -94,7 +93,11 @@ def upstream_of(
         slope = head.slope(values.z.masked_fill(none, 0) * t)
         at_classes = at_classes if slope is None else at_classes * slope
         used = used | (at_classes != 0).any(1)
-    alpha = alpha + 0 * at_label
+    lse = values.lse.double()
+    low = (lse - lse.to(acc_dtype(problem.hidden.dtype))).masked_fill(lse.isinf(), 0)
+    if beta is not None:
+        alpha, beta = alpha + beta * low, beta * torch.exp(-low)
+    alpha = alpha * torch.exp(-low) + 0 * at_label
     return Upstream(alpha, beta, gamma, at_label, used, chosen, at_classes)
 
 

@@ -28,7 +28,7 @@ class Stats(NamedTuple):
     """Statistics of each token; 0 at positions that are ignored or have weight 0."""
 
     nll: Tensor  # (N,) -log p(label), fp32 or fp64
-    lse: Tensor  # (N,), or (0,) where it is not wanted, like the two below
+    lse: Tensor  # (N,) fp64 from backends, or (0,) where it is not wanted, like the two below
     entropy: Tensor
     zmean: Tensor  # sum_v c_v z_v / V
     n_valid: Tensor  # () int64

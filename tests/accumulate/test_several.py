@@ -2,6 +2,7 @@
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -46,6 +47,20 @@ def test_each_of_two_losses_is_divided_by_its_own_tokens():
 def test_two_losses_over_ranks(rank):
     for reduction in ("mean", "sum"):
         check(rank, 2, reduction)
+
+
+@ranks.together(timeout=10)
+def test_a_rank_that_fails_inside_two_windows(rank):
+    """Both ranks raise its error, and the next windows of both accumulators are right."""
+    a, b = LossAccumulator(), LossAccumulator()
+    for fails in (True, False):
+        weight = new_weight()
+        error = pytest.raises((KeyError, RuntimeError), match="labels") if fails else nullcontext()
+        with error, a.window([2]), b.window([3]):
+            if fails and not rank:
+                raise KeyError("labels")
+            (a.scale(a_loss(2, weight)) + b.scale(a_loss(3, weight))).backward()
+    assert [acc.metrics()["n_tokens"] for acc in (a, b)] == [4, 6]
 
 
 # ---- several accumulators -----------------------------------------------------------------------

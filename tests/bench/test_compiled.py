@@ -81,6 +81,7 @@ ROW = {"kernel": "forward bf16", "arch": "sm_90", "registers": 200, "spill_bytes
     [
         ({}, []),
         ({"spill_bytes": 8}, ["forward bf16 sm_90: 8 bytes of spills"]),
+        ({"spill_bytes": 8, "kernel": "stats bf16 terms smoothed", "arch": "sm_86"}, []),
         ({"warnings": ["C7514"]}, ["forward bf16 sm_90: ptxas warns of C7514"]),
     ],
 )  # fmt: skip

@@ -47,15 +47,6 @@ def test_accumulation_is_drawn_regime_by_regime(gaps, tmp_path):
     assert pictures.accumulation(one, tmp_path / "b.png").exists()
 
 
-def test_the_tables_of_the_committed_results(losses):
-    for suite in ("time", "memory", "masked", "budget", "forward", "options", "divergences"):
-        assert report.table(suite, losses).count("\n") > 3
-    lines = report.beside(losses).splitlines()[2:]
-    named = [line.split("|")[1].strip() for line in lines]
-    shapes = {(r["N"], r["H"], r["V"]) for r in losses if r["suite"] == "time"}
-    assert len([x for x in named if x]) == len(set(named) - {""}) == len(shapes)  # each said once
-
-
 def test_a_value_is_said_once_where_all_before_it_repeat_too():
     rows = [dict(zip("abc", values, strict=True)) for values in ("xy1", "xy1", "xz1", "wz1")]
     cells = [line.split("|")[1:4] for line in markdown(rows, once=("a", "b")).splitlines()[2:]]

@@ -79,13 +79,6 @@ def test_source_follows_the_code(tmp_path, monkeypatch):
     assert results.source() != first
 
 
-def test_a_table_leaves_out_what_no_row_fills():
-    found = tables.markdown([{"a": "1", "b": "", "c": None}, {"a": "x|y", "b": "", "c": 0}])
-    lines = [line.replace(" ", "") for line in found.splitlines()]
-    assert lines[0] == "|a|c|"
-    assert lines[2:] == ["|1||", "|x\\|y|0|"]
-
-
 def test_a_marked_place_is_rewritten_and_nothing_else(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- x -->\nold\n<!-- end -->\nb\n<!-- y -->\nkept\n<!-- end -->\n")

@@ -15,8 +15,7 @@ from support.params import slow
 import fusedce
 from fusedce.backends.triton import archs
 from fusedce.contract.labels import bad_label_message
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.task import Task
+from fusedce.contract.problem import Problem, Task, Wanted
 from fusedce.testing import Case, check
 
 # Blocks of the interpreter's configuration. None divides the shapes below, whose largest has a last
@@ -85,31 +84,19 @@ def test_scale_in_place_rounds_once(dtype, factor, blocks):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # two minutes where nothing else runs
 @pytest.mark.parametrize("arch", [row.name for row in archs.ARCHITECTURES if row.compiler])
 def test_every_kernel_compiles(arch):
-    """Everything fits and nothing spills, ptxas serialises no wgmma; on sm_90 access is wide."""
+    """Everything fits and nothing spills, ptxas serialises no wgmma; on sm_90 access is wide.
+
+    On the others fp16, whose blocks are bf16's, and options of fp32 are left out: half the time.
+    """
     script = Path(__file__).parents[2] / "bench" / "compiler_report.py"
-    # Known to spill a little, see bench/LOG.md: options that blocks were not chosen for.
-    divergence = r"divergence_rows fp16 forward \S+ options"
-    statistics = r"stats (fp32 .*mean logit|\S+ terms smoothed)"
-    known_to_spill = {
-        "sm_80": divergence, "sm_86": statistics, "sm_89": statistics, "sm_90": divergence,
-        "sm_120": r"stats fp32 .*(tokens|mean logit)",
-    }  # fmt: skip
-    match = f"(?!{known_to_spill[arch]})" if arch in known_to_spill else ""
+    match = "" if arch == "sm_90" else r"^\S+ (bf16|fp32(?!.*(bias|options|V=)))"
     # Blocks were chosen for the registers that these versions of Triton need.
     known = version("triton").startswith(("3.6.", "3.7."))
     faults = ["--faults"] if known else []
-    command = [
-        sys.executable,
-        str(script),
-        "--arch",
-        arch,
-        "--json",
-        "--match",
-        f"^{match}",
-        *faults,
-    ]
+    command = [sys.executable, str(script), "--arch", arch, "--json", "--match", match, *faults]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     if "has no compiler for it" in done.stderr:

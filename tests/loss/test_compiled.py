@@ -84,8 +84,10 @@ FUNCTIONS = {
     "monitored": monitored,
     "shift": lambda h, w, y, **o: shift_labels(y).sum() + count_valid(y),
 }
-VARIANTS = [(name, "torch") for name in FUNCTIONS] + [
-    (name, "triton") for name in ("sum", "none", "argmax_out", "logprobs", "argmax")
+VARIANTS = [
+    *((name, "torch", None) for name in FUNCTIONS),
+    *((name, "triton", None) for name in ("sum", "none", "argmax_out", "logprobs", "argmax")),
+    *((name, "torch", True) for name in ("chunks of a size", "none", "logprobs", "divergences")),
 ]
 
 
@@ -102,8 +104,7 @@ def compute(function, hidden, weight, labels):
     return (out, *(torch.autograd.grad(out, (hidden, weight)) if out.requires_grad else ()))
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize(("name", "backend"), VARIANTS)
+@pytest.mark.parametrize(("name", "backend", "dynamic"), VARIANTS)
 def test_three_compilations_for_twelve_lengths(name, backend, dynamic):
     def function(h, w, y):
         return FUNCTIONS[name](h, w, y, **({} if name == "shift" else {"backend": backend}))

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.bounds import EXACT, errs_like, in_float64
+from support.bounds import EXACT
 
 import fusedce
 from fusedce import (
@@ -38,37 +37,6 @@ def test_the_modules_class_weights_move_with_it():
     assert "label_smoothing=0.0" in repr(module)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shift", [False, True, 0, 1, 2])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_a_shift_is_that_of_the_sliced_tensors(backend, shift, reduction):
-    hidden, weight, bias, labels = inputs(2, 6)
-    offset = int(shift)
-    end = labels.shape[1] - offset
-
-    def eager(hidden, weight, bias):
-        found = F.cross_entropy(
-            F.linear(hidden[:, :end], weight, bias).flatten(0, 1), labels[:, offset:].flatten(),
-            reduction=reduction,
-        )  # fmt: skip
-        # each where its label stands
-        return F.pad(found.view(2, -1), (offset, 0)) if reduction == "none" else found
-
-    loss = linear_cross_entropy(
-        hidden, weight, labels, bias, reduction=reduction, shift=shift, backend=backend
-    )
-    leaves = (hidden, weight, bias)
-    wide = in_float64(*leaves)
-    expected, exact = eager(*leaves), eager(*wide)
-    errs_like(loss, expected, exact)
-    upstream = torch.randn_like(expected)
-    errs_like(
-        torch.autograd.grad(loss, leaves, upstream),
-        torch.autograd.grad(expected, leaves, upstream),
-        torch.autograd.grad(exact, wide, upstream.double()),
-    )
-
-
 def assert_same_bits(got, expected):
     """NaN included: class weights that are all 0 have no mean."""
     torch.testing.assert_close(got, expected, **EXACT, equal_nan=True)
@@ -78,7 +46,7 @@ def assert_same_bits(got, expected):
 @given(
     case=cases(options=(*OPTIONS, "class_weight"), max_vocabulary=100),
     reduction=st.sampled_from(["mean", "sum", "none"]),
-    shift=st.integers(0, 3),
+    shift=st.sampled_from([False, True, 2, 3]),
 )
 def test_any_call_gives_the_bits_of_ours(case, reduction, shift):
     """The function and the module call ours: their values and gradients are the same bits."""
@@ -95,11 +63,11 @@ def test_any_call_gives_the_bits_of_ours(case, reduction, shift):
     def moved(h, w, bias):
         aligned, rest = labels, dict(options)
         if shift:
-            aligned = fusedce.shift_labels(labels, offset=shift, ignore_index=ignore_index)
+            aligned = fusedce.shift_labels(labels, offset=int(shift), ignore_index=ignore_index)
             if "token_weight" in rest:
-                rest["token_weight"] = rest["token_weight"].roll(-shift, -1)
+                rest["token_weight"] = rest["token_weight"].roll(-int(shift), -1)
         loss = fused_cross_entropy(h, w, aligned, bias=bias, **rest)
-        return loss.roll(shift, -1) if reduction == "none" and shift else loss
+        return loss.roll(int(shift), -1) if reduction == "none" and shift else loss
 
     def peers(h, w, bias):
         return linear_cross_entropy(h, w, labels, bias=bias, shift=shift, **options)

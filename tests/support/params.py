@@ -4,7 +4,7 @@ import pytest
 
 
 def slow(*values):
-    """A parameter that `make test` leaves to `make test-all`."""
+    """A parameter that `make test` leaves to `make test-slow`."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 

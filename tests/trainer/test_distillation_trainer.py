@@ -114,7 +114,7 @@ def test_a_partitioned_head_is_refused():
     [
         (FusedDistillationMixin, "_DIVERGENCE", "nothing", "FusedDistillationMixin needs a TRL"),
         (FusedDistillationMixin, "_DISTILLATION", "trl.no", "FusedDistillationMixin needs a TRL"),
-        (FusedPolicyMixin, "_CALLER", "nothing", r"needs a TRL whose trainer\.utils has .*nothing"),
+        (FusedPolicyMixin, "_CALLER", "nothing", r"needs a TRL whose .* have .*nothing"),
     ],
 )
 def test_another_trl_is_refused(mixin, name, value, words, monkeypatch):

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch.nn.functional as F
-from support.bounds import SAME_MODEL, STATISTIC
+from support.bounds import SAME_MODEL
 from support.tiny_trainer import (
     Dataset,
     FusedTrainer,
@@ -14,7 +14,6 @@ from support.tiny_trainer import (
     llama,
     sharpened,
     train,
-    true_mean,
 )
 from transformers import Trainer
 
@@ -65,17 +64,6 @@ def test_the_wrong_order_of_bases_raises_when_the_class_is_made():
 
         class Wrong(Trainer, FusedTrainerMixin):
             pass
-
-
-def test_evaluation_with_a_users_loss_before_the_mixin(tmp_path):
-    class Same(FusedTrainer):
-        def compute_loss(self, *args, **kwargs):
-            return super().compute_loss(*args, **kwargs)
-
-    exact = true_mean(sharpened(), Dataset(11))
-    args = arguments(tmp_path, per_device_eval_batch_size=3)
-    metrics = Same(model=sharpened(), args=args, eval_dataset=Dataset(11)).evaluate()
-    assert metrics["eval_loss"] == pytest.approx(exact, rel=STATISTIC)
 
 
 # ---- trainers of TRL -------------------------------------------------------------------------

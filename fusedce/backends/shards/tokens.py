@@ -25,8 +25,7 @@ from fusedce.backends.shards.collectives import (
 )
 from fusedce.backends.torch.rows import used_tokens
 from fusedce.contract.objective import Stats, Upstream
-from fusedce.contract.problem import Problem, Wanted, acc_dtype
-from fusedce.contract.task import Shard
+from fusedce.contract.problem import Problem, Shard, Wanted, acc_dtype
 
 
 class OfShard(NamedTuple):
@@ -58,8 +57,8 @@ class OfShard(NamedTuple):
         def rounded(x: Tensor | None) -> Tensor:
             return nll.new_empty(0, dtype=acc) if x is None else x.to(acc).masked_fill(~used, 0)
 
-        of_lse = rounded(lse if wanted.lse else None)
-        return Stats(rounded(nll), of_lse, rounded(entropy), rounded(zmean), n_valid, argmax)
+        lse = lse.masked_fill(~used, 0) if wanted.lse else lse[:0]
+        return Stats(rounded(nll), lse, rounded(entropy), rounded(zmean), n_valid, argmax)
 
     def _of_here(self, problem: Problem, wanted: Wanted, used: Tensor) -> list[Tensor]:
         """Numbers for the other ranks, ``(N,)`` float64 each.

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -41,7 +41,8 @@ from fusedce.backends.shards.collectives import (
 from fusedce.backends.torch.logit_tiles import Logits, Sums, TileStats, maxima, tiles, write_labels
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
-from fusedce.contract.divergence import (
+from fusedce.contract.objective import expected_upstream
+from fusedce.contract.problem import (
     FORWARD,
     INFINITE,
     JSD,
@@ -49,10 +50,10 @@ from fusedce.contract.divergence import (
     REVERSE,
     TARGETS,
     Divergence,
+    Problem,
+    Shard,
+    Task,
 )
-from fusedce.contract.objective import expected_upstream
-from fusedce.contract.problem import Problem
-from fusedce.contract.task import Shard, Task
 
 
 def divergence_and_grads(task: Task) -> Summed:
@@ -113,21 +114,12 @@ def divergence_and_grads(task: Task) -> Summed:
     return Summed(losses, n_valid, factor, *grads.written())
 
 
-class _Lse(NamedTuple):
-    """A log-sum-exp as two numbers of the logits' dtype, exact for large logits."""
-
-    high: Tensor  # (C,)
-    low: Tensor
-
-    @classmethod
-    def of(cls, lse: Tensor, dtype: torch.dtype) -> _Lse:
-        """Split ``lse (C,)`` float64."""
-        high = lse.to(dtype)
-        return cls(high, (lse - high).masked_fill_(high.isinf(), 0).to(dtype))
-
-    def taken_from(self, z: Tensor) -> Tensor:
-        """``z - lse`` in the place of ``z (v, C)``."""
-        return z.sub_(self.high).sub_(self.low)
+def _less(z: Tensor, lse: Tensor) -> Tensor:
+    """``z (v, C) - lse`` in the place of ``z``; ``lse (C,)`` float64 goes as two numbers of ``z``'s
+    dtype, exact for large logits."""
+    high = lse.to(z.dtype)
+    low = (lse - high).masked_fill_(high.isinf(), 0)
+    return z.sub_(high).sub_(low.to(z.dtype))
 
 
 class _Compared:
@@ -220,7 +212,7 @@ class _ToTeacher(_Compared):
             if stats is not None:
                 stats.add(torch.mul(of_s, divergence.temperature, out=scratch), begin)
         (lse, lse_t), of_label = self.merged([of_student.lse(y), of_teacher.lse(y)], stats)
-        self.lse, self.lse_t = _Lse.of(lse, dtype), _Lse.of(lse_t, dtype)
+        self.lse, self.lse_t = lse, lse_t  # (C,) float64
         half_shift = ((lse_t - lse) / 2).to(dtype)
         terms = self._jsd if divergence.kind == JSD else self._kl
         kl, mean = self._impossible(s, t, lse, lse_t), torch.zeros_like(lse)
@@ -266,7 +258,7 @@ class _ToTeacher(_Compared):
     def _of_ce(self, s: Tensor, y: Tensor, begin: int, nll: Tensor, lse: Tensor) -> Tensor:
         """``(v, C)``: gradient of the label's cross-entropy by a tile of logits."""
         temperature = self.divergence.temperature
-        g = _Lse.of(lse, s.dtype).taken_from(torch.mul(s, temperature)).exp_()
+        g = _less(torch.mul(s, temperature), lse).exp_()
         write_labels(g, y, begin, (-nll).expm1().to(g.dtype))
         return g.mul_(self.divergence.ce_weight * temperature)
 
@@ -277,8 +269,8 @@ class _ToTeacher(_Compared):
 
     def _kl(self, s: Tensor, t: Tensor, half: Tensor, scratch: Tensor) -> Tensor:
         tanh = torch.tanh(half, out=scratch)
-        q = self.lse.taken_from(s).exp_()  # in s
-        both = self.lse_t.taken_from(t).exp_().add_(q)  # p + q, in t
+        q = _less(s, self.lse).exp_()  # in s
+        both = _less(t, self.lse_t).exp_().add_(q)  # p + q, in t
         if self.divergence.kind == FORWARD:
             g = torch.mul(both, tanh, out=s)  # q - p, the gradient
             return torch.addcmul(g, half, torch.sub(g, both, out=both), out=both).sum(0)
@@ -289,7 +281,7 @@ class _ToTeacher(_Compared):
 
     def _jsd(self, s: Tensor, t: Tensor, half: Tensor, scratch: Tensor) -> Tensor:
         beta = self.divergence.beta
-        big = torch.maximum(self.lse.taken_from(s), self.lse_t.taken_from(t), out=s).exp_()  # in s
+        big = torch.maximum(_less(s, self.lse), _less(t, self.lse_t), out=s).exp_()  # in s
         d = half.mul_(-2)  # log p - log q, in half
         minus = torch.abs(d, out=t).neg_()  # -|d|, in t
         teacher = d > 0  # has the larger probability
@@ -338,14 +330,14 @@ class _ToTargets(_Compared):
             stats.add(scratch.copy_(z), begin)
         _, (nll, lse, z_label) = self.merged([], stats)
         of_all, of_lse = total + of_label, 2 * z_loss * lse
-        alpha, z_label, split = (of_all + of_lse).to(dtype), z_label.to(dtype), _Lse.of(lse, dtype)
+        alpha, z_label = (of_all + of_lse).to(dtype), z_label.to(dtype)
         at_label = (of_all * (-nll).expm1() + total + of_lse * (-nll).exp()).to(dtype)
         apart = torch.zeros_like(total)
         for begin, z, behind, scratch in self.small(s):
             slope = self.student.slope(z)
             t = scratch.copy_(self._weighed(chunk, begin, begin + len(z), dtype).t())
             apart += torch.sub(z_label, z, out=behind).mul_(t).sum(0)
-            g = split.taken_from(z).exp_().mul_(alpha).sub_(t)
+            g = _less(z, lse).exp_().mul_(alpha).sub_(t)
             write_labels(g, y, begin, at_label)
             if slope is not None:
                 g.mul_(slope)

@@ -35,10 +35,11 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
     head = logits.head
     device = problem.hidden.device
 
-    def out(wanted: bool) -> Tensor:
-        return torch.zeros(N if wanted else 0, dtype=head.acc, device=device)
+    def out(wanted: bool, dtype: torch.dtype = head.acc) -> Tensor:
+        return torch.zeros(N if wanted else 0, dtype=dtype, device=device)
 
-    stats = Stats(out(True), out(wanted.lse), out(wanted.entropy), out(wanted.zmean), n_valid)
+    lses = out(wanted.lse, torch.float64)
+    stats = Stats(out(True), lses, out(wanted.entropy), out(wanted.zmean), n_valid)
     if argmax is not None:
         argmax.fill_(-1)
         stats = stats._replace(top=out(True))
@@ -65,7 +66,7 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
             nll, lse = seen.losses(), seen.lse()
         stats.nll[block] = nll.to(head.acc)
         if wanted.lse:
-            stats.lse[block] = lse.to(head.acc)
+            stats.lse[block] = lse
         if wanted.zmean:
             stats.zmean[block] = (zmean / V).to(head.acc)
         if argmax is not None and stats.top is not None:

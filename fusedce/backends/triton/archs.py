@@ -1,9 +1,10 @@
 """Block sizes of the kernels: frozen data, one row an architecture, no tuning at run time.
 
 To add an architecture, add a row to :data:`ARCHITECTURES`: `bench/compiler_report.py` and the tests
-compile every kernel for every row. What a device runs with depends on the device, the dtype, the
-options and the alignment of the weight, never on N: a row's loss must have the same bits in every
-batch. Chosen from what the compiler makes of them, not yet measured: see `bench/LOG.md`.
+compile every kernel for every row, and find launches that spill. What a device runs with depends on
+the device, the dtype, the options and the alignment of the weight, never on N: a row's loss must
+have the same bits in every batch. Chosen from what the compiler makes of them, not yet measured:
+see `bench/LOG.md`.
 ``bench/loss.py --suite ways blocks`` measures them on a device. Not ``triton.autotune``: it chooses
 anew in every process, by timing, inside the first call that a user makes, and its choice would
 change the last bits of a loss from run to run.
@@ -67,6 +68,7 @@ class Architecture(NamedTuple):
     token_warps: int = 4  # of the kernel that makes a tile's gradient token by token
     divergence_block_v: int = 1024  # two rows at once, and the divergence between them
     tile_elements: tuple[int, int] = plan.TILE_ELEMENTS  # float32 products at a time
+    spills: str = ""  # pattern of launches with rare options that may spill a little (bench/LOG.md)
 
     @property
     def compiler(self) -> tuple[str, int | str, int] | None:
@@ -184,14 +186,28 @@ _ADA = Architecture(
     _ADA_FOUR,
     shared_limit=99 * KiB,
     divergence_block_v=256,  # with 512, uneven jsd spills
+    spills=r"stats (fp32 .*mean logit|\S+ terms smoothed)",
     capabilities=((8, 6),),
 )
+_FP16_FORWARD = r"divergence_rows fp16 forward \S+ options"
 
 ARCHITECTURES = (
     Architecture(
-        "sm_80", _AMPERE_TWO, _FOUR_BYTES, shared_limit=163 * KiB, capabilities=((8, 0), (8, 7))
+        "sm_80",
+        _AMPERE_TWO,
+        _FOUR_BYTES,
+        shared_limit=163 * KiB,
+        capabilities=((8, 0), (8, 7)),
+        spills=_FP16_FORWARD,
     ),
-    Architecture("sm_90", _HOPPER_TWO, _FOUR_BYTES, shared_limit=227 * KiB, capabilities=((9, 0),)),
+    Architecture(
+        "sm_90",
+        _HOPPER_TWO,
+        _FOUR_BYTES,
+        shared_limit=227 * KiB,
+        capabilities=((9, 0),),
+        spills=_FP16_FORWARD,
+    ),
     Architecture(
         "sm_100",
         _BLACKWELL_TWO,
@@ -205,6 +221,7 @@ ARCHITECTURES = (
         name="sm_120",
         two_bytes=_ADA_TWO._replace(gemm_up_to=EVERY_H),
         token_warps=8,  # with 4, float32 spills 8 bytes
+        spills=r"stats fp32 .*(tokens|mean logit)",
         capabilities=((12, 0), (12, 1)),
     ),
     Architecture(

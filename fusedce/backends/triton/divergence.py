@@ -29,8 +29,16 @@ from fusedce.backends.triton.launch import (
 )
 from fusedce.backends.triton.products import add_product, product, scaled_by
 from fusedce.backends.triton.training import rows_and_factor
-from fusedce.contract.divergence import JSD, KINDS, NEVER, REVERSE, Divergence
-from fusedce.contract.problem import Problem, Projection, Wanted
+from fusedce.contract.problem import (
+    JSD,
+    KINDS,
+    NEVER,
+    REVERSE,
+    Divergence,
+    Problem,
+    Projection,
+    Wanted,
+)
 from fusedce.kernels.divergence import EDGE, divergence_rows_kernel
 
 _AMPLIFY = 2.0**13  # of float16, whose probabilities would underflow
@@ -63,14 +71,14 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
         if capturing(device):  # all rows take part, and those that do not count as zeros
             left_out = torch.arange(n, device=device) >= packed.used
             weights[rows] = weights[rows].masked_fill(left_out, 0)
-        chunk = _Chunk(problem, divergence, C, any(wanted.gradients()))
+        chunk = _Chunk(problem, divergence, C, wanted)
         outer *= problem.logit_scale / divergence.temperature
         for begin in range(0, n, C):
             some = rows[begin : begin + C]
             h = hidden[some]
             if left_out is not None:
                 h = h.masked_fill(left_out[begin : begin + C, None], 0)
-            lost, g, factors = chunk.gradient(h, some, labels[some], weights[some])
+            lost, g, wide, factors = chunk.gradient(h, some, labels[some], weights[some])
             losses[some] = lost
             if g is None:
                 continue
@@ -82,7 +90,7 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
                     dh.mul_(factors[:, None])
                 grads.hidden[some] = dh.mul_(alpha).to(grads.hidden.dtype)
             if grads.bias is not None:
-                add_to_bias(grads.bias, g, factors, alpha)
+                add_to_bias(grads.bias, wide, factors, alpha)
             if grads.weight is not None:
                 h, largest = scaled_by(h, factors)
                 add_product(grads.weight, g.t(), h, alpha, largest, first=begin == 0)
@@ -99,12 +107,13 @@ def _weights(problem: Problem) -> Tensor:
 class _Chunk:
     """The heads' logits of one chunk after another, in the same buffers."""
 
-    def __init__(self, problem: Problem, divergence: Divergence, C: int, train: bool) -> None:
+    def __init__(self, problem: Problem, divergence: Divergence, C: int, wanted: Wanted) -> None:
         weight, device = problem.weight, problem.weight.device
-        self.weight, self.divergence, self.train = weight, divergence, train
+        self.weight, self.divergence, self.bias = weight, divergence, wanted.bias
+        self.train = any(wanted.gradients())
         arch, V = archs.architecture(device), len(weight)
         width = multiple_of_16(V)
-        self.normalise = weight.dtype == torch.float16 and train
+        self.normalise = weight.dtype == torch.float16 and self.train
         self.amplify = _AMPLIFY if self.normalise else 1.0
         student, teacher = divergence.student(problem), divergence.teacher()
         self.common: dict[str, Any] = {
@@ -137,8 +146,9 @@ class _Chunk:
         some: Tensor,  # (C,) positions
         y: Tensor,  # (C,)
         weights: Tensor,  # (C,) fp32
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Losses ``(C,)``; gradient ``(C, V)`` of the logits, ``amplify`` times; rows' factors."""
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Losses ``(C,)``; gradient ``(C, V)`` of the logits, ``amplify`` times; the same in
+        float32, where a bias sums it; rows' factors."""
         C, V, device = len(h), len(self.weight), h.device
         s = self.of_student[:C]
         product(device, h.dtype)(h, self.weight.t(), out=s[:, :V])
@@ -158,6 +168,7 @@ class _Chunk:
             student=s,
             teacher=t,
             grads=g if self.train else None,
+            wide=t if self.bias and g is not s else None,
             labels=y,
             token_weight=weights,
             losses=losses,
@@ -167,7 +178,8 @@ class _Chunk:
         )
         if impossible is not None:
             losses += torch.where(impossible, weights.sign() * math.inf, 0)
-        return losses, g[:, :V] if self.train else None, factors
+        wide = s if g is s else t
+        return losses, g[:, :V] if self.train else None, wide[:, :V], factors
 
 
 def _gives(head: Projection, products: Tensor, excluded: Tensor) -> Tensor:

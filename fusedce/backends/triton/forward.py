@@ -74,8 +74,8 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
     blocks = walks.stats_with_options if has_options(problem) or wanted.zmean else walks.stats
     _, splits = vocabulary_splits(len(problem.weight), blocks)
 
-    def zeros(wanted: bool) -> Tensor:
-        return torch.zeros(N if wanted else 0, dtype=torch.float32, device=device)
+    def zeros(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(N if wanted else 0, dtype=dtype, device=device)
 
     def plane(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
         return torch.empty(splits, N, dtype=dtype, device=device) if wanted else None
@@ -83,7 +83,8 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
     def row(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.float().contiguous()
 
-    nll, lse, entropy, zmean = (zeros(x) for x in (True, wanted.lse, wanted.entropy, wanted.zmean))
+    nll, entropy, zmean = (zeros(x) for x in (True, wanted.entropy, wanted.zmean))
+    lse = zeros(wanted.lse, torch.float64)
     top = None
     if argmax is not None:
         argmax.fill_(-1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +22,14 @@ from fusedce.accumulate.accumulator import LossAccumulator
 from fusedce.contract.checks import check_flag
 from fusedce.head.observe import LossObserver
 from fusedce.head.replace import replace_loss_head
-from fusedce.trainer.token_stats import MONITORED, stats_of
 
 logger = logging.getLogger(__name__)
 
 # Classes whose loss the mixin replaces.
 _CROSS_ENTROPY = (("transformers", "Trainer"), ("trl", "SFTTrainer"))
+
+
+MONITORED = ("correct", "entropy")  # sums that the loss takes for the statistics
 
 
 class FusedTrainerMixin:
@@ -90,7 +92,9 @@ class FusedTrainerMixin:
         order = cls.__mro__
         behind = order[order.index(FusedTrainerMixin) + 1 :]
         before = order[1 : order.index(FusedTrainerMixin)]
-        if any(_is_trainer(kind) for kind in before):
+        others = [kind for kind in before if not issubclass(kind, FusedTrainerMixin)]
+        bases = [base.__module__ for kind in others for base in kind.__mro__]
+        if any(name.startswith("transformers.trainer") for name in bases):
             raise TypeError(
                 f"FusedTrainerMixin must stand before the Trainer, or it does nothing: write "
                 f"class {cls.__name__}(FusedTrainerMixin, {cls.__bases__[0].__name__})"
@@ -131,8 +135,13 @@ class FusedTrainerMixin:
         self._train_totals = LossAccumulator.from_accelerator(self.accelerator)
         self._declared: Tensor | int = 0
         self._run_sum, self._run_count = 0.0, 0
-        self._train_stats = self._stats = stats_of(self)
+        self._train_stats = self._stats = self._new_stats()
         self._shift: int | None = None  # a `model_init` makes another model for each run
+
+    def _new_stats(self) -> TokenStats | None:
+        """Empty statistics; ``None`` if the trainer logs none."""
+        stats = TokenStats(self)
+        return stats if self.log_token_stats or stats.of_trl else None
 
     def _get_num_items_in_batch(
         self, batch_samples: list[dict[str, Any]], device: torch.device
@@ -199,8 +208,15 @@ class FusedTrainerMixin:
                 self._run_count += n_tokens
             declared = int(self._sum_over_ranks(torch.as_tensor(self._declared)))
             self._declared = 0
-            owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind))
-            _check_counted(owner, n_tokens, declared, self._shift)
+            if declared != n_tokens:
+                owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind))
+                hint = f": {owner.__name__}.compute_loss must call super().compute_loss"
+                hint = "" if owner is FusedTrainerMixin else hint
+                raise RuntimeError(
+                    f"the model's loss has counted {n_tokens} tokens since the last logging step, "
+                    f"but its labels hold {declared} (after a shift by {self._shift}): the loss "
+                    f"would be divided by a wrong number{hint}"
+                )
             if of_interval:
                 logs["loss"] = metrics["loss"]
                 logs |= {} if self._stats is None else self._stats.logged()
@@ -248,7 +264,7 @@ class FusedTrainerMixin:
     def _evaluating(self) -> Iterator[LossAccumulator]:
         """Count losses for evaluation, in totals of their own."""
         self._eval_totals = totals = LossAccumulator.from_accelerator(self.accelerator)
-        self._stats, self._has_evaluated = stats_of(self), False
+        self._stats, self._has_evaluated = self._new_stats(), False
         try:
             yield totals
         finally:
@@ -305,58 +321,94 @@ class FusedTrainerMixin:
         return total // self._parallel_size("tp", "cp", "sp")
 
 
-def _is_trainer(kind: type) -> bool:
-    """Whether this is the Trainer of transformers, or derived from it but not from the mixin."""
-    if issubclass(kind, FusedTrainerMixin):
-        return False
-    return any(k.__module__.startswith("transformers.trainer") for k in kind.__mro__)
+class TokenStats:
+    """Statistics of a logging interval or an evaluation.
+
+    They are quotients of sums over all tokens and ranks. With TRL's SFTTrainer they are means over
+    micro-batches of the quotients over ranks, as in its own logs.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        # TRL's SFTTrainer logs the statistics always
+        self.of_trl = hasattr(trainer, "_metrics") and hasattr(trainer, "_total_train_tokens")
+        # (5,) float64 of each micro-batch: valid tokens, correct tokens, entropy in nats, tokens
+        # that are no padding, auxiliary loss
+        self.sums: list[Tensor] = []
+
+    def add(self, observer: LossObserver, inputs: Mapping[str, Any], outputs: Any) -> None:
+        """Add a micro-batch; this makes no collective."""
+        mask = inputs.get("attention_mask")
+        if mask is not None:
+            tokens = mask.sum()
+        else:
+            ids = next(inputs[k] for k in ("position_ids", "input_ids", "labels") if k in inputs)
+            tokens = torch.tensor(ids.numel(), device=ids.device)
+        sums = torch.zeros(5, dtype=torch.float64, device=tokens.device)
+        sums[3] += tokens
+        for (_, n_valid, _), monitors in zip(observer.losses, observer.monitors, strict=True):
+            found = (n_valid, monitors["correct"], monitors["entropy"])
+            sums[:3] += torch.stack([x.double() for x in found]).to(sums.device)
+        if getattr(self.trainer, "aux_loss_enabled", False):
+            sums[4] += outputs.aux_loss.detach().to(sums.device)
+        self.sums.append(sums)
+
+    def logged(self, prefix: str = "") -> dict[str, float]:
+        """The statistics since the last call, their names with ``prefix``.
+
+        Collectives: one all-reduce on all ranks, of 40 bytes (with TRL, per micro-batch).
+        """
+        if not self.sums:
+            return {}
+        trainer, by_batch = self.trainer, torch.stack(self.sums)
+        if not self.of_trl:
+            by_batch = by_batch.sum(0, keepdim=True)
+        # ranks of one tensor-parallel group hold the same tokens
+        by_batch = trainer.accelerator.reduce(by_batch, "sum") / trainer._parallel_size("tp")
+        n, correct, entropy, tokens, aux = by_batch.cpu().unbind(1)
+        self.sums = []
+        found = {
+            "mean_token_accuracy": float((correct / n.clamp(min=1)).mean()),
+            "entropy": float((entropy / n.clamp(min=1)).mean()),
+        }
+        if self.of_trl or not prefix:  # tokens of training without padding; a resumed run goes on
+            history = reversed(trainer.state.log_history)
+            before = next((log["num_tokens"] for log in history if "num_tokens" in log), 0)
+            found["num_tokens"] = before if prefix else before + int(tokens.sum())
+        if getattr(trainer, "aux_loss_enabled", False):
+            found["aux_loss"] = float(aux.mean()) / trainer._n_ranks()
+        return {f"{prefix}{name}": x for name, x in found.items()}
 
 
 def _refuse_other_settings(trainer: Any) -> None:
     """Raise for another loss than the model's own, and for several GPUs in one process."""
     settings = trainer.args
     loss_type = getattr(settings, "loss_type", None)
+    other = "asks for another loss: leave it out, or use the Trainer without the mixin"
     found = {
-        "compute_loss_func": trainer.compute_loss_func is not None,
-        "label_smoothing_factor": settings.label_smoothing_factor != 0,
-        f"loss_type={loss_type!r}": loss_type not in (None, "nll"),
+        "use_liger_kernel=True": (
+            getattr(settings, "use_liger_kernel", False),
+            "patches the model's forward with Liger's fused loss: set use_liger_kernel=False",
+        ),
+        "compute_loss_func": (trainer.compute_loss_func is not None, other),
+        "label_smoothing_factor": (settings.label_smoothing_factor != 0, other),
+        f"loss_type={loss_type!r}": (
+            loss_type not in (None, "nll"),
+            "patches the model's forward for TRL's way without logits: set loss_type='nll'"
+            if loss_type == "chunked_nll"
+            else other,
+        ),
     }
-    if getattr(settings, "use_liger_kernel", False):
-        raise ValueError(
-            "use_liger_kernel=True patches the model's forward with Liger's fused loss, which "
-            "bypasses the head that FusedTrainerMixin replaces: set use_liger_kernel=False"
-        )
-    if loss_type == "chunked_nll":
-        raise ValueError(
-            "loss_type='chunked_nll' patches the model's forward for TRL's own way to avoid "
-            "logits: with FusedTrainerMixin set loss_type='nll', the same loss"
-        )
-    for name, is_set in found.items():
+    for name, (is_set, remedy) in found.items():
         if is_set:
             raise ValueError(
-                f"FusedTrainerMixin computes the model's own cross-entropy, but {name} asks for "
-                f"another loss: leave it out, or use the Trainer without the mixin"
+                f"FusedTrainerMixin computes the model's own cross-entropy through its output "
+                f"head, but {name} {remedy}"
             )
     if settings.n_gpu > 1:
         raise RuntimeError(
             f"FusedTrainerMixin does not work with nn.DataParallel, which Trainer uses for "
             f"{settings.n_gpu} GPUs in one process: start one process per GPU with torchrun"
-        )
-
-
-def _check_counted(owner: type, n_tokens: int, declared: int, shift: int | None) -> None:
-    """Raise an error unless the loss that ``owner`` computes has counted the tokens declared."""
-    if not n_tokens and declared and owner.__name__ != "FusedTrainerMixin":
-        raise RuntimeError(
-            f"{owner.__name__}.compute_loss has not computed the model's loss through "
-            f"super().compute_loss, so that no token was counted: call it, or leave "
-            f"FusedTrainerMixin out"
-        )
-    if declared != n_tokens:
-        raise RuntimeError(
-            f"the model's loss has counted {n_tokens} tokens since the last logging step, but its "
-            f"labels hold {declared} (after a shift by {shift}): the loss would be divided by a "
-            f"wrong number"
         )
 
 
