@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from fusedce.head.replace import head_report as head_report
     from fusedce.head.replace import replace_loss_head as replace_loss_head
     from fusedce.head.replace import restore_loss_head as restore_loss_head
+    from fusedce.loss.cross_entropy import (
+        FusedLinearCrossEntropyLoss as FusedLinearCrossEntropyLoss,
+    )
     from fusedce.loss.cross_entropy import fused_cross_entropy as fused_cross_entropy
+    from fusedce.loss.cross_entropy import linear_cross_entropy as linear_cross_entropy
     from fusedce.loss.fused_ce import fused_ce as fused_ce
     from fusedce.loss.kl import fused_kl as fused_kl
     from fusedce.loss.kl import fused_kl_tokens as fused_kl_tokens
     from fusedce.loss.logprobs import fused_argmax as fused_argmax
     from fusedce.loss.logprobs import fused_logprobs as fused_logprobs
-    from fusedce.loss.names_of_peers import (
-        FusedLinearCrossEntropyLoss as FusedLinearCrossEntropyLoss,
-    )
-    from fusedce.loss.names_of_peers import linear_cross_entropy as linear_cross_entropy
     from fusedce.loss.reference import reference_ce as reference_ce
     from fusedce.loss.reference import reference_kl as reference_kl
     from fusedce.loss.topk import fused_topk as fused_topk
@@ -58,15 +58,16 @@ _NAMES = {
     "contract.results": ("LossSum", "TokenStats", "TopK"),
     "head.observe": ("model_loss",),
     "head.replace": ("head_report", "replace_loss_head", "restore_loss_head"),
-    "loss.cross_entropy": ("fused_cross_entropy",),
+    "loss.cross_entropy": (
+        "FusedLinearCrossEntropyLoss", "fused_cross_entropy", "linear_cross_entropy",
+    ),
     "loss.fused_ce": ("fused_ce",),
     "loss.kl": ("fused_kl", "fused_kl_tokens"),
     "loss.logprobs": ("fused_argmax", "fused_logprobs"),
-    "loss.names_of_peers": ("FusedLinearCrossEntropyLoss", "linear_cross_entropy"),
     "loss.reference": ("reference_ce", "reference_kl"),
     "loss.topk": ("fused_topk",),
     "trainer": ("FusedTrainerMixin",),
-}
+}  # fmt: skip
 _HOME = {name: home for home, names in _NAMES.items() for name in names}
 """The module of each public name."""
 _MODULES = (

@@ -1,9 +1,7 @@
 """Break the code at random places, as a public tool of mutation testing does, and run the tests.
 
     pip install cosmic-ray
-    python tests/mutate_generated.py 100 --seed 20261123            # the folders of FOLDERS
-    python tests/mutate_generated.py 100 --seed 20261123 --list     # show them, run nothing
-    python tests/mutate_generated.py 100 --seed 20261123 --number 7 # one of them
+    python tests/mutate_generated.py 100 --seed 20261123  # in the folders of FOLDERS
 
 `tests/mutate.py` runs breakages that a person has chosen; these are cosmic-ray's, at places that
 the seed draws. A mutant meets the tests of its folder first, and those that are slow last. One that
@@ -101,10 +99,9 @@ def _sites(text: str) -> Iterator[tuple[tuple[int, int], str, int]]:
                 yield start, name, occurrence
 
 
-def verdict(mutant: Generated, quick: bool) -> str:
+def verdict(mutant: Generated) -> str:
     names = FOLDERS[Path(mutant.file).parts[0]].split()
-    stages = [(names[:1], "not slow"), (names[1:], "not slow"), (names, "slow")]
-    for tests, chosen in stages[: 1 if quick else None]:
+    for tests, chosen in (names[:1], "not slow"), (names[1:], "not slow"), (names, "slow"):
         paths = [str(mutants.ROOT / "tests" / name) for name in tests]
         begin = time.monotonic()
         code, output = run_tests(Path(mutant.file), mutant.text, ["-m", chosen, *paths], SECONDS)
@@ -125,21 +122,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("count", type=int, help="how many mutants are drawn")
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--list", action="store_true", help="show them, run nothing")
-    parser.add_argument("--number", type=int, action="append", help="only this; may be repeated")
-    parser.add_argument("--quick", action="store_true", help="quick tests of its own folder alone")
     given = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1"}
     verdicts: Counter[str] = Counter()
     for number, mutant in enumerate(draw(given.count, given.seed)):
-        if given.number and number not in given.number:
-            continue
-        found = "" if given.list else verdict(mutant, given.quick)
+        found = verdict(mutant)
         verdicts[found.split(" ")[0]] += 1
         place = f"{mutant.file}:{mutant.line} {mutant.operator}"
         print(f"{number:3d} {found}\n    {place}: {mutant.change()}", flush=True)
-    if not given.list:
-        print(f"{verdicts['killed']} of {verdicts.total()} generated mutants killed")
+    print(f"{verdicts['killed']} of {verdicts.total()} generated mutants killed")
     return 1 if verdicts["SURVIVED"] else 0
 
 

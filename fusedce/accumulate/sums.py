@@ -138,7 +138,7 @@ class Metrics:
         bad, sums, self._bad, self._waiting = self._bad, self._waiting, None, None
         with self._exchange.tell_peers_on_error(METRICS):
             self._refuse_open_window("read metrics")
-        sums = torch.zeros(len(KINDS), device="cpu") if sums is None else sums
+        sums = torch.zeros(len(KINDS), dtype=torch.float64, device="cpu") if sums is None else sums
         sums = self._exchange.send(METRICS, sums, self._equal(), fault=bad).wait()
         self._sums = _exchange.moved(self._sums, sums.device) + sums
 

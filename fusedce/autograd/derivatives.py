@@ -54,11 +54,6 @@ def keeps_saved_tensors() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def batched(x: Tensor) -> bool:
-    """Whether a transform, or ``is_grads_batched=True``, gives ``x`` a value for each sample."""
-    return transformed() or torch._C._functorch.is_legacy_batchedtensor(x)
-
-
 def refuse_forward_mode(*inputs: object) -> None:
     """Raise RuntimeError if an input has a tangent, which the operators would drop.
 

@@ -25,10 +25,10 @@ from fusedce.autograd import sums, tokens
 from fusedce.autograd.derivatives import refuse_forward_mode, transformed, wanted_gradients
 from fusedce.backends import chosen
 from fusedce.backends.choose import resolve_backend
+from fusedce.contract.checks import checked
 from fusedce.contract.objective import Stats, folded, with_expected_upstream
-from fusedce.contract.problem import Problem
+from fusedce.contract.problem import Problem, Task
 from fusedce.contract.results import LossSum
-from fusedce.contract.task import Task
 
 
 class Monitored(NamedTuple):
@@ -73,12 +73,13 @@ def _by_tokens(task: Task, *, train: bool) -> bool:
 def sum_with_grads(problem: Problem) -> sums.SumWithGrads | None:
     """The sum with the gradients that are wanted, without graph, for the caller's autograd node.
 
-    ``None`` where the forward pass computes no gradients.
+    ``problem`` is as a public function would get it. ``None`` where the forward pass computes no
+    gradients.
     """
     wanted = wanted_gradients(problem)
     if transformed() or problem.label_smoothing or not any(wanted):
         return None
-    problem = _prepared(Task(problem)).problem
+    problem = _prepared(Task(checked(problem))).problem
     return sums.with_grads(with_expected_upstream(problem), wanted)
 
 
@@ -92,14 +93,10 @@ def token_stats(task: Task) -> tuple[Tensor, Stats]:
 
     0 at ignored labels. The likeliest of several classes is the token's label.
     """
-    task, labels = _prepared(task), task.problem.labels
-    if labels.dim() == 1:
-        stats = tokens.token_stats(task)[0]
-        return -stats.nll, stats
-    if task.problem.ignore_index == torch.iinfo(labels.dtype).min:  # no class is ignored
-        labels = labels.clamp(min=torch.iinfo(labels.dtype).min + 1)
-        task = task.but(problem=task.problem.but(labels=labels))
+    task = _prepared(task)
     stats, z = tokens.token_stats(task)
+    if task.problem.labels.dim() == 1:
+        return -stats.nll, stats
     valid = task.problem.valid()
     return chosen.logprobs(z, chosen.likeliest(z.detach(), valid), stats.nll, valid), stats
 

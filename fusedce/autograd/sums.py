@@ -24,17 +24,22 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd.derivatives import (
-    batched,
     detached,
     keeps_saved_tensors,
     needed_gradients,
     refuse_second_derivatives,
+    transformed,
 )
 from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import waiting, without_values
-from fusedce.contract.problem import Problem, Wanted, acc_dtype
+from fusedce.contract.problem import (
+    Problem,
+    Task,
+    Wanted,
+    acc_dtype,
+    schema_of,
+)
 from fusedce.contract.results import LossSum
-from fusedce.contract.task import Task, arguments_of, of_task, schema_of
 
 
 def loss_sum(task: Task) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,6 +84,7 @@ class SumWithGrads(NamedTuple):
     out: LossSum
     saved: tuple[Tensor, ...]  # factor () of the gradients, then these; (0,): not wanted
     finish: Finish
+    inputs: list[Tensor]  # whose gradients they are, cast and flattened
 
 
 def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
@@ -88,13 +94,15 @@ def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
         total, n_valid, _, *saved = torch.ops.fusedce.sum(*task.flat())
     ours, dtype = not keeps_saved_tensors(), problem.hidden.dtype
     finish = Finish(wanted, dtype, str(problem.backend), ours)
-    return SumWithGrads(LossSum(total, n_valid), tuple(saved), finish)
+    given = problem.hidden, problem.weight, problem.bias
+    inputs = [x for x in given if x is not None and x.requires_grad]
+    return SumWithGrads(LossSum(total, n_valid), tuple(saved), finish, inputs)
 
 
 @torch.library.custom_op(
     "fusedce::sum",
     mutates_args=(),
-    schema=schema_of(of_task(), "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"),
+    schema=schema_of("(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", *Task.records()),
 )
 def _summed(*flat: Any) -> tuple[Tensor, ...]:
     """``loss_sum, n_valid``, argmax, the gradients' factor, three gradients; (0,) where none is."""
@@ -147,9 +155,7 @@ class Attached(NamedTuple):
     backend: str
 
 
-@torch.library.custom_op(
-    "fusedce::attach", mutates_args=(), schema=schema_of(arguments_of(Attached), "Tensor")
-)
+@torch.library.custom_op("fusedce::attach", mutates_args=(), schema=schema_of("Tensor", Attached))
 def _with_gradients(*flat: Any) -> Tensor:
     return Attached(*flat).loss_sum.clone()
 
@@ -185,27 +191,11 @@ def _scaled(grad: Tensor, factor: Tensor, backend: str, *, ours: bool) -> Tensor
     Without ``retain_graph`` the saved gradient may be overwritten, which saves a second buffer of
     the weight's size. With it, the next backward must find the gradient as it is; and a compiler
     that traces this function (with tensor subclasses) must see a pure function. So must a
-    transform, which has a factor for each sample.
+    transform or ``is_grads_batched=True``, which have a factor for each sample.
     """
-    if batched(factor):
-        return (grad.to(factor.dtype) * factor).to(grad.dtype)
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
-    if ours and type(grad) is Tensor and not keep:
-        get_backend(backend).scale_(grad, factor)
-        return grad
-    return torch.ops.fusedce.scale(grad, factor, backend)
-
-
-@torch.library.custom_op(
-    "fusedce::scale", mutates_args=(), schema="(Tensor x, Tensor factor, str backend) -> Tensor"
-)
-def _scale(x: Tensor, factor: Tensor, backend: str) -> Tensor:
-    """``x * factor`` with ``factor`` a 0-d tensor kept in its own, higher precision."""
-    out = x.clone()
-    get_backend(backend).scale_(out, factor)
-    return out
-
-
-@_scale.register_fake
-def _(x: Tensor, factor: Tensor, backend: str) -> Tensor:
-    return torch.empty_like(x)
+    batched = transformed() or torch._C._functorch.is_legacy_batchedtensor(factor)
+    if not ours or type(grad) is not Tensor or keep or batched:
+        return (grad.to(factor.dtype) * factor).to(grad.dtype)
+    get_backend(backend).scale_(grad, factor)
+    return grad

@@ -27,8 +27,7 @@ from fusedce.backends.gradients import check_divergence_budget, of_inputs, witho
 from fusedce.backends.shards.tokens import OfShard
 from fusedce.backends.upstream import Upstreams, Values, upstream_of
 from fusedce.contract.objective import Stats, token_losses
-from fusedce.contract.problem import Problem, Wanted, acc_dtype
-from fusedce.contract.task import Task, of_task, schema_of
+from fusedce.contract.problem import Problem, Task, Wanted, acc_dtype, schema_of
 
 
 def losses(task: Task) -> tuple[Tensor, Stats]:
@@ -56,7 +55,7 @@ def token_stats(task: Task) -> tuple[Stats, Tensor]:
     hidden, weight, bias = gradients.gradients()  # the budget must suffice for them, too
     lse = wanted.lse or (train and task.divergence is None)
     task = task.but(wanted=wanted.but(hidden=hidden, weight=weight, bias=bias, lse=lse))
-    stats = TokenStats.apply if transformed() else torch.ops.fusedce.stats
+    stats = transformed_stats.apply if transformed() else torch.ops.fusedce.stats
     nll, lse, entropy, zmean, z, n_valid, argmax = stats(*task.flat())
     return Stats(nll, lse.to(nll.dtype), entropy, zmean, n_valid, argmax), z
 
@@ -67,7 +66,7 @@ def token_stats(task: Task) -> tuple[Stats, Tensor]:
 @torch.library.custom_op(
     "fusedce::stats",
     mutates_args=(),
-    schema=schema_of(of_task(), "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"),
+    schema=schema_of("(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", *Task.records()),
 )
 def _stats(*flat: Any) -> tuple[Tensor, ...]:
     task = Task.of(flat)[0]
@@ -149,7 +148,7 @@ _stats.register_autograd(_backward, setup_context=setup_context)
 @torch.library.custom_op(
     "fusedce::grads",
     mutates_args=(),
-    schema=schema_of(of_task(Values, Upstreams), "(Tensor, Tensor, Tensor)"),
+    schema=schema_of("(Tensor, Tensor, Tensor)", *Task.records(Values, Upstreams)),
 )
 def _grads(*flat: Any) -> tuple[Tensor, ...]:
     task, values, upstreams = Task.of(flat, Values, Upstreams)
@@ -196,59 +195,32 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
 # vmap the samples are computed one after the other.
 
 
-class TokenStats(torch.autograd.Function):
-    """``stats`` with a graph."""
+def _function_of(operator: Any, setup: Any, backward: Any) -> Any:
+    """The operator as a function of autograd."""
+    made: Any = None
 
-    @staticmethod
-    def forward(*flat: Any) -> tuple[Tensor, ...]:
-        """The operator."""
-        made: tuple[Tensor, ...] = torch.ops.fusedce.stats(*flat)
-        return made
-
-    setup_context = staticmethod(setup_context)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        """Gradients of the inputs, by a function that refuses to be differentiated again."""
-        return input_grads(ctx, upstream, TokenGrads.apply)
-
-    @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, Any]:
-        """The results of each sample."""
-        return _one_by_one(TokenStats.apply, info.batch_size, in_dims, flat)
+        given = list(zip(flat, in_dims, strict=True))
+        samples = [
+            made.apply(*(x if d is None else x.select(d, i) for x, d in given))
+            for i in range(info.batch_size)
+        ]
+        stacked = tuple(torch.stack(x) for x in zip(*samples, strict=True))
+        return stacked, (0,) * len(stacked)
+
+    parts = {"forward": operator, "setup_context": setup, "backward": backward, "vmap": vmap}
+    methods = {name: staticmethod(part) for name, part in parts.items()}
+    made = type("Transformed", (torch.autograd.Function,), methods)
+    return made
 
 
-class TokenGrads(torch.autograd.Function):
-    """``grads``, whose own derivative is an error."""
-
-    @staticmethod
-    def forward(*flat: Any) -> tuple[Tensor, ...]:
-        """Gradients of hidden, weight and bias."""
-        made: tuple[Tensor, ...] = torch.ops.fusedce.grads(*flat)
-        return made
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Save nothing: there is no backward."""
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> None:
-        """Raise ``RuntimeError``."""
-        raise no_second_derivative()
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, Any]:
-        """The gradients of each sample."""
-        return _one_by_one(TokenGrads.apply, info.batch_size, in_dims, flat)
+def _refuse(ctx: Any, *upstream: Tensor | None) -> None:
+    raise no_second_derivative()
 
 
-def _one_by_one(
-    operation: Any, B: int, in_dims: tuple[Any, ...], flat: tuple[Any, ...]
-) -> tuple[Any, Any]:
-    """Results of ``B`` samples, stacked, and their batch dimensions."""
-    results = [
-        operation(*(x if d is None else x.select(d, i) for x, d in zip(flat, in_dims, strict=True)))
-        for i in range(B)
-    ]
-    stacked = tuple(torch.stack(x) for x in zip(*results, strict=True))
-    return stacked, (0,) * len(stacked)
+def _transformed_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+    return input_grads(ctx, upstream, transformed_grads.apply)
+
+
+transformed_grads = _function_of(torch.ops.fusedce.grads, lambda *_: None, _refuse)
+transformed_stats = _function_of(torch.ops.fusedce.stats, setup_context, _transformed_backward)

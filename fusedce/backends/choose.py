@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fusedce.backends.gradients import Dtypes, Summed
 from fusedce.contract.objective import Stats, Upstream
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.task import Task
+from fusedce.contract.problem import Problem, Task, Wanted
 
 _NAMES = ("torch", "triton")
 _TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called cuda by torch

@@ -17,8 +17,7 @@ from torch import Tensor
 from fusedce.backends.gradients import call_of, check_budget
 from fusedce.backends.shards.collectives import all_reduce, sharded_call
 from fusedce.contract.labels import bad_label_code, bad_label_message
-from fusedce.contract.problem import Problem, Projection, Wanted, acc_dtype
-from fusedce.contract.task import Shard
+from fusedce.contract.problem import Problem, Projection, Shard, Wanted, acc_dtype
 
 _BUDGET = 64 * 2**20  # bytes that are held at a time, at most
 _LEAST = 2**18  # bytes that are held at a time under the smallest budget

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.plan import Call, device_budget, tiles_of, way_of
-from fusedce.contract.problem import Problem, Wanted, acc_dtype
-from fusedce.contract.task import Task
+from fusedce.contract.problem import Problem, Task, Wanted, acc_dtype
 
 
 class Dtypes(NamedTuple):

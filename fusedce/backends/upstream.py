@@ -56,14 +56,12 @@ def upstream_of(
     at_label = torch.zeros_like(p_label)
     used = torch.zeros_like(problem.labels, dtype=torch.bool)
     beta = gamma = None
-    if upstreams.nll is not None:
-        alpha += upstreams.nll
-        at_label += upstreams.nll * torch.expm1(-nll)  # p - 1 without cancellation
-        used |= upstreams.nll != 0
-    if upstreams.lse is not None:
-        alpha += upstreams.lse
-        at_label += upstreams.lse * p_label
-        used |= upstreams.lse != 0
+    p_less_one = torch.expm1(-nll)  # without cancellation
+    for u, at in ((upstreams.nll, p_less_one), (upstreams.lse, p_label)):
+        if u is not None:
+            alpha += u
+            at_label += u * at
+            used |= u != 0
     if upstreams.entropy is not None:
         entropy = values.entropy.double()
         beta = upstreams.entropy

@@ -47,8 +47,8 @@ def check_options(problem: Problem) -> None:
 
 def flattened(problem: Problem) -> Problem:
     """Put tokens in one dimension, numbers in floats, and weights in float32 or better."""
-    hidden = problem.hidden
-    labels, ignore_index = problem.labels.reshape(-1), problem.ignore_index
+    hidden, ignore_index = problem.hidden, problem.ignore_index
+    labels = problem.labels.reshape(-1, *problem.labels.shape[hidden.dim() - 1 :])  # (N,) or (N, K)
     if ignore_index is None:  # a value that no label has
         ignore_index = torch.iinfo(labels.dtype).min
         labels = labels.clamp(min=ignore_index + 1)
@@ -249,12 +249,6 @@ def with_a_row(problem: Problem) -> Problem:
         return problem
     bias = None if problem.bias is None else problem.bias.new_empty(1)
     return problem.but(weight=weight.new_empty(1, weight.shape[1]), bias=bias)
-
-
-def check_reduction(reduction: object) -> None:
-    """Raise ``ValueError`` unless ``reduction`` is one of the three that torch has."""
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
 
 
 def check_number(name: str, value: float) -> float:

@@ -1,15 +1,16 @@
-"""The record of a divergence from a teacher or from given probabilities, and its checks."""
+"""Checks of a divergence from a teacher or from given probabilities, and its plainest formula."""
 
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from fusedce.contract.checks import (
+    check_choice,
     check_device,
     check_number,
     check_tensor_types,
@@ -17,15 +18,17 @@ from fusedce.contract.checks import (
     checked,
     with_a_row,
 )
-from fusedce.contract.groups import local_of
-from fusedce.contract.problem import NUMBERS, Problem, Projection, acc_dtype
-
-FORWARD, REVERSE, JSD = KINDS = ("forward", "reverse", "jsd")
-TARGETS = "targets"  # the cross-entropy of given probabilities, which have no teacher
-INFINITE = 1e15
-"""Nats of a token from which its divergence is infinite: see `NEVER`."""
-NEVER = 1e30
-"""A logit of -inf counts as minus this: differences of two such logits are 0 and not NaN."""
+from fusedce.contract.problem import (
+    FORWARD,
+    JSD,
+    KINDS,
+    NEVER,
+    NUMBERS,
+    REVERSE,
+    TARGETS,
+    Divergence,
+    Problem,
+)
 
 
 def forward_terms(log_q: Tensor, log_p: Tensor) -> Tensor:
@@ -42,88 +45,24 @@ def forward_terms(log_q: Tensor, log_p: Tensor) -> Tensor:
     return (log_p.exp() + log_q.exp()) * (half * (tanh - 1) + tanh)
 
 
-class Divergence(NamedTuple):
-    """The other distribution and the divergence: arguments of the operators after a `Problem`."""
-
-    teacher_hidden: Tensor | None = None  # (N, H of the teacher)
-    teacher_weight: Tensor | None = None  # (V, H of the teacher)
-    teacher_bias: Tensor | None = None  # (V,)
-    teacher_softcap: float | None = None
-    teacher_logit_scale: float = 1.0
-    kind: str = FORWARD  # one of KINDS, or TARGETS
-    beta: float = 0.5  # of "jsd", in (0, 1)
-    temperature: float = 1.0
-    ce_weight: float = 0.0  # of the student's cross-entropy at temperature 1, beside the divergence
-    probabilities: Tensor | None = None  # (N, V) floating, of TARGETS; without a teacher
-
-    def but(self, **changes: Any) -> Divergence:
-        """The record with other values in some fields."""
-        return Divergence(**{**dict(zip(Divergence._fields, self, strict=True)), **changes})
-
-    def local(self) -> Divergence:
-        """The record with this rank's part of every DTensor."""
-        return self.but(**{name: local_of(x) for name, x in self._asdict().items()})
-
-    def settings(self) -> dict[str, Any]:
-        """Return the options that must be equal on all ranks of a sharded vocabulary."""
-        given = self._asdict()
-        found = {name: x for name, x in given.items() if not isinstance(x, Tensor)}
-        found["divergence"] = found.pop("kind")
-        for name in ("teacher_hidden", "teacher_bias", "probabilities"):
-            found[f"{name}.dtype"] = None if given[name] is None else str(given[name].dtype)[6:]
-        return found | {"H of the teacher": self.teacher_size()}
-
-    def student(self, problem: Problem) -> Projection:
-        """The student's projection; its logits are divided by the temperature."""
-        return self._over_temperature(Projection.of(problem))
-
-    def teacher(self) -> Projection:
-        """The teacher's projection, whose logits are divided by the temperature too."""
-        assert self.teacher_weight is not None
-        scale, softcap = self.teacher_logit_scale, self.teacher_softcap
-        given = Projection(self.teacher_weight, self.teacher_bias, scale, softcap)
-        return self._over_temperature(given)
-
-    def _over_temperature(self, head: Projection) -> Projection:
-        weight, bias, scale, softcap = head
-        if bias is not None:
-            bias = bias.detach().to(acc_dtype(bias.dtype))
-            # With a scale below 0, -inf becomes a logit of +inf, whose loss must stay NaN.
-            bias = bias.clamp(min=-NEVER) if scale > 0 else bias
-        t = self.temperature
-        return Projection(weight, bias, scale / t, None if softcap is None else softcap / t)
-
-    def teacher_size(self) -> int | None:
-        """The teacher's H; ``None`` without a teacher."""
-        return None if self.teacher_weight is None else self.teacher_weight.shape[1]
-
-    def is_uneven(self) -> bool:
-        """Whether "jsd" mixes in very little of one of the distributions."""
-        return self.kind == JSD and not 0.1 <= self.beta <= 0.9
-
-
 def checked_divergence(
-    problem: Problem, divergence: Divergence, labels: object, *, shard: bool = False
-) -> tuple[Problem, Divergence]:
-    """Check, cast and flatten both records, and detach the teacher.
+    problem: Problem, divergence: Divergence, labels: object, *, shard: bool
+) -> Divergence:
+    """Check, cast and flatten the record beside a checked problem, and detach the teacher.
 
     ``labels`` are the caller's own, ``None`` included; ``problem`` holds others where there are
-    none. ``shard``: the heads may have no rows here, and the problem returned is of no use then.
+    none. ``shard``: the heads may have no rows here.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
     kind = divergence.kind
-    if kind not in KINDS:
-        raise ValueError(f"divergence must be 'forward', 'reverse' or 'jsd', got {kind!r}")
+    check_choice("divergence", kind, KINDS)
     beta = check_number("beta", divergence.beta)
     if kind == JSD and beta in (0, 1):  # the limits, as TRL takes them
         kind = REVERSE if beta else FORWARD
-    temperature = check_number("temperature", divergence.temperature)
-    ce_weight = check_number("ce_weight", divergence.ce_weight)
-    if ce_weight and labels is None:
+    if check_number("ce_weight", divergence.ce_weight) and labels is None:
         raise ValueError("labels must be given with ce_weight: the cross-entropy is of them")
-    check_tensor_types(problem)
     weight = cast(Tensor, divergence.teacher_weight)
     teacher = Problem(
         cast(Tensor, divergence.teacher_hidden), weight, problem.labels,
@@ -137,12 +76,11 @@ def checked_divergence(
                 f"hidden must have the leading shape of the student's, "
                 f"{tuple(problem.hidden.shape[:-1])}, got {tuple(teacher.hidden.shape[:-1])}"
             )
-        V, of_teacher = (x.shape[:1].numel() for x in (problem.weight, weight))
         teacher = checked(with_a_row(teacher) if shard else teacher)
     except (TypeError, ValueError) as e:
         named = re.sub(r"\b(hidden|weight|bias|softcap|logit_scale)\b", r"teacher_\1", str(e))
         raise type(e)(named) from None
-    problem = checked(with_a_row(problem) if shard else problem)
+    V, of_teacher = len(problem.weight), len(weight)
     if of_teacher != V:
         shorter = f"teacher_weight[:{V}]" if of_teacher > V else f"weight[:{of_teacher}]"
         raise ValueError(
@@ -151,16 +89,16 @@ def checked_divergence(
         )
     check_device("teacher_hidden", teacher.hidden, problem.hidden)
     check_width("teacher_hidden", teacher.hidden, problem.hidden)
-    return problem, divergence.but(
+    return divergence.but(
         teacher_hidden=teacher.hidden.detach(),
-        teacher_weight=teacher.weight[:of_teacher].detach(),
-        teacher_bias=None if teacher.bias is None else teacher.bias[:of_teacher].detach(),
+        teacher_weight=teacher.weight[:V].detach(),
+        teacher_bias=None if teacher.bias is None else teacher.bias[:V].detach(),
         teacher_softcap=teacher.softcap,
         teacher_logit_scale=teacher.logit_scale,
         kind=kind,
         beta=beta,
-        temperature=temperature,
-        ce_weight=ce_weight,
+        temperature=check_number("temperature", divergence.temperature),
+        ce_weight=float(divergence.ce_weight),
     )
 
 
@@ -168,20 +106,12 @@ OF_TARGETS = {"softcap", "logit_scale", "label_smoothing", "z_loss"}
 """Numeric options that the loss of class probabilities computes; it refuses the others."""
 
 
-def checked_targets(
-    problem: Problem, probabilities: Tensor, *, shard: bool = False
-) -> tuple[Problem, Divergence]:
-    """Check, cast and flatten a cross-entropy of class probabilities; every position counts.
-
-    ``shard``: the probabilities are those of the rows of ``weight`` here, which may be none; the
-    class weights are of all classes, and are not checked.
-
-    The torch backend computes them, whatever the device.
+def targets_of(problem: Problem, probabilities: Tensor) -> Divergence:
+    """The record of a cross-entropy of class probabilities, beside a checked problem.
 
     Raises:
         TypeError, ValueError, RuntimeError: an argument is wrong, or backend is "triton".
     """
-    labels = probabilities.new_zeros(problem.hidden.shape[:-1], dtype=torch.int64)
     if problem.ignore_index is not None and problem.ignore_index >= 0:
         raise ValueError(
             f"ignore_index must be negative or None for labels of class probabilities, which hold "
@@ -190,12 +120,10 @@ def checked_targets(
     for name in {*NUMBERS} - OF_TARGETS:
         if getattr(problem, name) != Problem._field_defaults[name]:
             raise ValueError(f"{name} is of class indices, the labels are class probabilities")
-    V, leading = problem.weight.shape[:1].numel(), labels.shape
-    problem = problem.but(labels=labels, ignore_index=None, backend=problem.backend or "torch")
-    problem = checked(with_a_row(problem.but(class_weight=None)) if shard else problem)
-    if probabilities.shape != (*leading, V):
+    shape = *problem.labels.shape, len(problem.weight)
+    if probabilities.shape != shape:
         raise ValueError(
-            f"labels of class probabilities must be (..., V) = {(*leading, V)}, got "
+            f"labels of class probabilities must be (..., V) = {shape}, got "
             f"{tuple(probabilities.shape)}"
         )
     check_width("labels of class probabilities", probabilities, problem.hidden)
@@ -212,5 +140,5 @@ def checked_targets(
             "backend='triton' cannot run class probabilities, its kernels compare with a teacher's "
             "logits: leave backend to its default"
         )
-    given = probabilities.detach().reshape(labels.numel(), V)
-    return problem, Divergence(kind=TARGETS, probabilities=given)
+    given = probabilities.detach().reshape(problem.labels.numel(), shape[-1])
+    return Divergence(kind=TARGETS, probabilities=given)

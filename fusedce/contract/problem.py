@@ -1,15 +1,20 @@
-"""The record of a loss's inputs and options, from the public functions down to the kernels.
+"""The records of a loss's inputs and options, from the public functions down to the kernels.
 
-Its fields, in order, are the arguments of the ``torch.library`` operators: each of them begins
-with ``Problem(*arguments[: len(Problem._fields)])``.
+Their fields, in order, are the arguments of the ``torch.library`` operators, which take a flattened
+:class:`Task`: a problem and what is wanted first, an operator's own records next, and at the end
+the fields of the two optional ones, which are None where there is none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast, get_type_hints
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from fusedce.contract.groups import group_named, local_of
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -126,3 +131,151 @@ class Projection(NamedTuple):
     def slope(self, z: Tensor) -> Tensor | None:
         """Derivative of capped logits ``z`` by those before the cap; ``None`` without a cap."""
         return None if self.softcap is None else 1 - (z / self.softcap).square_()
+
+
+# ---- beside a problem ---------------------------------------------------------------------------
+
+FORWARD, REVERSE, JSD = KINDS = ("forward", "reverse", "jsd")
+TARGETS = "targets"  # the cross-entropy of given probabilities, which have no teacher
+INFINITE = 1e15
+"""Nats of a token from which its divergence is infinite: see `NEVER`."""
+NEVER = 1e30
+"""A logit of -inf counts as minus this: differences of two such logits are 0 and not NaN."""
+
+
+class Divergence(NamedTuple):
+    """The other distribution and the divergence: arguments of the operators after a `Problem`."""
+
+    teacher_hidden: Tensor | None = None  # (N, H of the teacher)
+    teacher_weight: Tensor | None = None  # (V, H of the teacher)
+    teacher_bias: Tensor | None = None  # (V,)
+    teacher_softcap: float | None = None
+    teacher_logit_scale: float = 1.0
+    kind: str = FORWARD  # one of KINDS, or TARGETS
+    beta: float = 0.5  # of "jsd", in (0, 1)
+    temperature: float = 1.0
+    ce_weight: float = 0.0  # of the student's cross-entropy at temperature 1, beside the divergence
+    probabilities: Tensor | None = None  # (N, V) floating, of TARGETS; without a teacher
+
+    def but(self, **changes: Any) -> Divergence:
+        """The record with other values in some fields."""
+        return Divergence(**{**dict(zip(Divergence._fields, self, strict=True)), **changes})
+
+    def local(self) -> Divergence:
+        """The record with this rank's part of every DTensor."""
+        return self.but(**{name: local_of(x) for name, x in self._asdict().items()})
+
+    def settings(self) -> dict[str, Any]:
+        """Return the options that must be equal on all ranks of a sharded vocabulary."""
+        given = self._asdict()
+        found = {name: x for name, x in given.items() if not isinstance(x, Tensor)}
+        found["divergence"] = found.pop("kind")
+        for name in ("teacher_hidden", "teacher_bias", "probabilities"):
+            found[f"{name}.dtype"] = None if given[name] is None else str(given[name].dtype)[6:]
+        return found | {"H of the teacher": self.teacher_size()}
+
+    def student(self, problem: Problem) -> Projection:
+        """The student's projection; its logits are divided by the temperature."""
+        return self._over_temperature(Projection.of(problem))
+
+    def teacher(self) -> Projection:
+        """The teacher's projection, whose logits are divided by the temperature too."""
+        assert self.teacher_weight is not None
+        scale, softcap = self.teacher_logit_scale, self.teacher_softcap
+        given = Projection(self.teacher_weight, self.teacher_bias, scale, softcap)
+        return self._over_temperature(given)
+
+    def _over_temperature(self, head: Projection) -> Projection:
+        weight, bias, scale, softcap = head
+        if bias is not None:
+            bias = bias.detach().to(acc_dtype(bias.dtype))
+            # With a scale below 0, -inf becomes a logit of +inf, whose loss must stay NaN.
+            bias = bias.clamp(min=-NEVER) if scale > 0 else bias
+        t = self.temperature
+        return Projection(weight, bias, scale / t, None if softcap is None else softcap / t)
+
+    def teacher_size(self) -> int | None:
+        """The teacher's H; ``None`` without a teacher."""
+        return None if self.teacher_weight is None else self.teacher_weight.shape[1]
+
+    def is_uneven(self) -> bool:
+        """Whether "jsd" mixes in very little of one of the distributions."""
+        return self.kind == JSD and not 0.1 <= self.beta <= 0.9
+
+
+class Shard(NamedTuple):
+    """The rows of the vocabulary on this rank, and the ranks that hold the others."""
+
+    name: str  # of the group
+    first: int  # the class of the first row here
+    V: int  # classes, over all ranks
+    largest: int  # rows of the largest shard: chunks must be the same on all ranks
+    gathered: int = 0  # bytes of hidden states that were gathered from all ranks
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks."""
+        return group_named(self.name)
+
+
+_OPTIONAL = (Divergence, Shard)
+
+
+class Task(NamedTuple):
+    """The records of one call of an operator."""
+
+    problem: Problem
+    wanted: Wanted = Wanted()
+    divergence: Divergence | None = None
+    shard: Shard | None = None
+
+    def but(self, **changes: Any) -> Task:
+        """The task with other records."""
+        return Task(**{**dict(zip(Task._fields, self, strict=True)), **changes})
+
+    def flat(self, *own: Any) -> tuple[Any, ...]:
+        """Arguments of an operator, ``own`` among them."""
+        divergence = self.divergence or [None] * len(Divergence._fields)
+        shard = self.shard or [None] * len(Shard._fields)
+        return (*self.problem, *self.wanted, *own, *divergence, *shard)
+
+    @staticmethod
+    def records(*own: type[Any]) -> tuple[type[Any], ...]:
+        """The records whose fields are the arguments of an operator, ``own`` among them."""
+        return Problem, Wanted, *own, *_OPTIONAL
+
+    @classmethod
+    def of(cls, flat: Sequence[Any], *own: Any) -> tuple[Any, ...]:
+        """The task of an operator's arguments, and the operator's own records."""
+        records = []
+        for record in cls.records(*own):
+            records.append(record(*flat[: len(record._fields)]))
+            flat = flat[len(record._fields) :]
+        problem, wanted, *made, divergence, shard = records
+        divergence = None if divergence.kind is None else divergence
+        return cls(problem, wanted, divergence, None if shard.name is None else shard), *made
+
+
+_KINDS = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "int",
+    int | None: "SymInt?",
+    float: "float",
+    float | None: "float?",
+    bool: "bool",
+    str: "str",
+    str | None: "str?",
+}
+
+
+def schema_of(returns: str, *records: type[Any]) -> str:
+    """Schema of an operator whose arguments are the fields of ``records``."""
+    arguments = []
+    for record in records:
+        prefix = "" if record is Problem else record.__name__.lower() + "_"
+        for name, hint in get_type_hints(record).items():
+            kind = _KINDS[hint]
+            kind = kind.rstrip("?") + "?" if record in _OPTIONAL else kind
+            arguments.append(f"{kind} {prefix}{name}")
+    return f"({', '.join(arguments)}) -> {returns}"

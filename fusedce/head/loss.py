@@ -24,7 +24,9 @@ from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
-from fusedce.contract.checks import autocast_dtype, checked, memory_budget_of, no_autocast
+from fusedce.autograd.dispatch import sum_with_grads
+from fusedce.autograd.sums import SumWithGrads
+from fusedce.contract.checks import autocast_dtype, memory_budget_of, no_autocast
 from fusedce.contract.objective import expected, expecting
 from fusedce.contract.problem import Problem
 from fusedce.head.lazy import LazyLogits, facts_of, kept, real, without_data
@@ -32,7 +34,7 @@ from fusedce.head.observe import LossObserver, expected_factor
 from fusedce.head.product import Expr, Memory, Product, whole
 from fusedce.head.rules import NODES, Rows, number_of_steps, rows_of
 from fusedce.loss.cross_entropy import fused_cross_entropy
-from fusedce.loss.fused_ce import SumWithGrads, ce_as_given, ce_with_grads, checked_ce
+from fusedce.loss.fused_ce import fused_ce
 from fusedce.loss.sharded_problem import is_vocabulary_shard
 
 T: Any = torch.Tensor
@@ -227,7 +229,6 @@ class Fused(NamedTuple):
 
     loss: Tensor  # (): with a graph, unless the sum has computed its gradients
     sums: SumWithGrads | None = None
-    inputs: tuple[Tensor, ...] = ()  # those of the sum that want a gradient
     divisor: Tensor | None = None  # () of the sum
 
     def gradients(
@@ -241,7 +242,7 @@ class Fused(NamedTuple):
             if self.divisor is not None:
                 upstream = upstream / self.divisor
             grads = [g for g in self.sums.finish.gradients(saved, upstream) if g is not None]
-            outputs = self.inputs
+            outputs = self.sums.inputs
             if len(outputs) == len(leaves) and all(map(_is_reshaped, outputs, leaves)):
                 return [g.view(x.shape) for g, x in zip(grads, leaves, strict=True)]
         return torch.autograd.grad(outputs, leaves, grads, retain_graph=keep, allow_unused=True)
@@ -317,10 +318,10 @@ def _fused(
         "label_smoothing": float(label_smoothing),
         "memory_budget": memory_budget_of(product.memory_budget),
     }  # fmt: skip
+    if sharded:
+        options["vocab_size"] = p.classes.stop
     if weight is not None or reduction == "none":
         options |= {"class_weight": weight, "reduction": reduction}
-        if sharded:
-            options["vocab_size"] = p.classes.stop
         return Fused(fused_cross_entropy(p.hidden, w, target, **options))
     denominator, monitor = (observer.denominator, observer.monitor) if observer else (None, ())
     factor = expected_factor() if reduction == "sum" else None
@@ -329,22 +330,18 @@ def _fused(
     expects = reduction == "sum" and factor is None  # then an outer expectation holds
     sums: SumWithGrads | None = None
     with nullcontext() if expects or factor is expected() else expecting(factor):
-        problem = Problem(p.hidden, w, target, **options)
-        if sharded:
-            out = ce_as_given(problem, monitor=monitor, vocab_size=p.classes.stop)
+        if not sharded and not monitor:
+            sums = sum_with_grads(Problem(p.hidden, w, target, **options))
+        if sums is None:
+            out = fused_ce(p.hidden, w, target, **options, monitor=monitor)
         else:
-            problem = checked(problem)
-            if not monitor:
-                sums = ce_with_grads(problem)
-            out = checked_ce(problem, monitor) if sums is None else sums.out
+            out = sums.out
     if observer is not None:
         observer.observe(out, reduction)
-    given = (problem.hidden, problem.weight, problem.bias)
-    inputs = tuple(t for t in given if t is not None and t.requires_grad)
     if reduction == "sum":
-        return Fused(out.loss_sum, sums, inputs)
+        return Fused(out.loss_sum, sums)
     divisor = out.n_valid.clamp(min=1) if denominator is None else denominator
-    return Fused(out.loss_sum / divisor, sums, inputs, divisor)
+    return Fused(out.loss_sum / divisor, sums, divisor)
 
 
 def _cross_entropy(

@@ -1,22 +1,28 @@
-"""The drop-in for ``F.cross_entropy(F.linear(hidden, weight, bias), labels, ...)``."""
+"""The drop-in for ``F.cross_entropy(F.linear(hidden, weight, bias), labels, ...)``.
+
+And the same for those who come from Liger-Kernel or cut-cross-entropy and change an import alone.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusedce.autograd import dispatch
 from fusedce.backends.shards.agreement import LOSSES, SUM
-from fusedce.contract.checks import check_reduction, check_tensor_types
-from fusedce.contract.divergence import Divergence, checked_targets
+from fusedce.contract.checks import check_choice
+from fusedce.contract.divergence import targets_of
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
+from fusedce.contract.labels import shift_labels
 from fusedce.contract.objective import expected, weights_and_count
-from fusedce.contract.problem import Problem, acc_dtype
-from fusedce.contract.task import Task
+from fusedce.contract.problem import Divergence, Problem, Task, acc_dtype
 from fusedce.loss.sharded_problem import divergence_task, no_labels, ready
+
+Reduction = Literal["mean", "sum", "none"]
+REDUCTIONS = get_args(Reduction)
 
 
 @explains_names
@@ -27,7 +33,7 @@ def fused_cross_entropy(
     *,
     bias: Tensor | None = None,  # (V,) floats
     class_weight: Tensor | None = None,  # (V,) numbers
-    reduction: Literal["mean", "sum", "none"] = "mean",
+    reduction: Reduction = "mean",
     ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -104,9 +110,9 @@ def fused_cross_entropy(
     if _are_probabilities(hidden, labels):
         return _of_probabilities(problem, placed, reduction)
 
-    def check(given: Problem) -> tuple[Problem, dict[str, Any]]:
-        check_reduction(reduction)
-        return given, {"reduction": reduction}
+    def check(given: Problem) -> dict[str, Any]:
+        check_choice("reduction", reduction, REDUCTIONS)
+        return {"reduction": reduction}
 
     problem, shard, tokens = ready(problem, placed, LOSSES if reduction == "none" else SUM, check)
     task = Task(problem, shard=shard)
@@ -117,12 +123,15 @@ def fused_cross_entropy(
 
 def _reduced(task: Task, reduction: str, counted: Problem) -> Tensor:
     """The sum of the losses, or their mean, divided by the labels and weights of ``counted``."""
-    problem = task.problem
+    problem, dtype = task.problem, acc_dtype(task.problem.hidden.dtype)
     if reduction == "sum":
-        return dispatch.loss_sum(task.but(problem=_as_it_is(problem)))[0].loss_sum
+        if torch.compiler.is_compiling() or expected() is None:  # else that factor is expected
+            one = problem.hidden.new_ones((), dtype=dtype)
+            task = task.but(problem=problem.but(expected_upstream=one))
+        return dispatch.loss_sum(task)[0].loss_sum
     weights, count = weights_and_count(counted)
     # Weights of 0 alone are 0 / 0, as in torch; no valid label is not.
-    denominator = torch.where(count > 0, weights, 1.0).to(acc_dtype(problem.hidden.dtype))
+    denominator = torch.where(count > 0, weights, 1.0).to(dtype)
     task = task.but(problem=problem.but(expected_upstream=1 / denominator))
     return dispatch.loss_sum(task)[0].loss_sum / denominator
 
@@ -136,28 +145,169 @@ def _are_probabilities(hidden: Tensor, labels: Tensor) -> bool:
 
 def _of_probabilities(problem: Problem, placed: Any, reduction: str) -> Tensor:
     """The loss of class probabilities; on a sharded vocabulary of those of this rank's classes."""
-    given, ignore_index = local_of(problem.labels), problem.ignore_index
+    given, asked = local_of(problem.labels), problem
 
-    def checked(here: Problem, shard: bool) -> tuple[Problem, Divergence]:
-        check_reduction(reduction)
-        check_tensor_types(here)
+    def check(here: Problem, shard: bool) -> Divergence:
+        check_choice("reduction", reduction, REDUCTIONS)
         if shard and placed[1]:
             raise ValueError(
                 "tokens_sharded must be False with labels of class probabilities: a rank needs "
                 "those of its classes for all tokens, so gather the hidden states before"
             )
-        return checked_targets(here.but(ignore_index=ignore_index), given, shard=shard)
+        return targets_of(here.but(ignore_index=asked.ignore_index), given)
 
-    problem = problem.but(labels=no_labels(problem.hidden), ignore_index=None)
-    task, _ = divergence_task(problem, placed, reduction, checked)
+    labels, backend = no_labels(problem.hidden), problem.backend or "torch"
+    problem = problem.but(labels=labels, ignore_index=None, backend=backend)
+    task, _ = divergence_task(problem, placed, reduction, check)
     if reduction == "none":
         return dispatch.token_losses(task).view(given.shape[:-1])
     return _reduced(task, reduction, task.problem.but(class_weight=None))
 
 
-def _as_it_is(problem: Problem) -> Problem:
-    """The problem with an expected upstream gradient of 1, unless another is expected."""
-    if not torch.compiler.is_compiling() and expected() is not None:
-        return problem
-    one = problem.hidden.new_ones((), dtype=acc_dtype(problem.hidden.dtype))
-    return problem.but(expected_upstream=one)
+# ---- under the names and with the order of arguments of other libraries --------------------------
+
+
+class FusedLinearCrossEntropyLoss(nn.Module):
+    """A module for ``loss(weight, hidden, labels, bias)``, the order of Liger-Kernel's users.
+
+    The options are those of :func:`fusedce.fused_cross_entropy` and have its meanings; an option
+    or argument under a peer's name is an error that says what ours is called.
+
+    Examples:
+        >>> loss = FusedLinearCrossEntropyLoss(ignore_index=0, label_smoothing=0.1)
+        >>> hidden, head = torch.randn(6, 16), torch.nn.Linear(16, 100)
+        >>> loss(head.weight, hidden, torch.randint(100, (6,)), head.bias).shape
+        torch.Size([])
+
+    Args:
+        ignore_index, softcap, logit_scale, label_smoothing, z_loss, class_weight, reduction,
+            chunk_tokens, memory_budget, backend: as in :func:`fusedce.fused_cross_entropy`.
+            ``class_weight (V,)`` becomes a buffer, which moves with the module and is not saved.
+
+    Raises:
+        TypeError: an unknown option, which the message translates.
+    """
+
+    class_weight: Tensor | None
+
+    @explains_names
+    def __init__(
+        self,
+        *,
+        ignore_index: int | None = -100,
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        z_loss: float = 0.0,
+        class_weight: Tensor | None = None,  # (V,) numbers
+        reduction: Reduction = "mean",
+        chunk_tokens: int | None = None,
+        memory_budget: int | None = None,  # bytes
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("class_weight", class_weight, persistent=False)
+        self.reduction: Reduction = reduction
+        self.options: dict[str, Any] = {
+            "ignore_index": ignore_index,
+            "label_smoothing": label_smoothing,
+            "softcap": softcap,
+            "logit_scale": logit_scale,
+            "z_loss": z_loss,
+            "chunk_tokens": chunk_tokens,
+            "memory_budget": memory_budget,
+            "backend": backend,
+        }
+
+    @explains_names
+    def forward(
+        self,
+        weight: Tensor,  # (V, H)
+        hidden: Tensor,  # (..., H)
+        labels: Tensor,  # (...) int64 or int32
+        bias: Tensor | None = None,  # (V,)
+        *,
+        token_weight: Tensor | None = None,  # (...) numbers or bool
+    ) -> Tensor:
+        """The loss: ``()``, or the shape of ``labels`` with reduction "none"."""
+        return fused_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            bias=bias,
+            token_weight=token_weight,
+            class_weight=self.class_weight,
+            reduction=self.reduction,
+            **self.options,
+        )
+
+    def extra_repr(self) -> str:
+        """The options, for ``repr`` of the module."""
+        shown = {"reduction": self.reduction, **self.options}
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+
+
+@explains_names
+def linear_cross_entropy(
+    hidden: Tensor,  # (..., T, H) fp32, bf16, fp16 or fp64
+    weight: Tensor,  # (V, H) floats
+    labels: Tensor,  # (..., T) int64 or int32
+    bias: Tensor | None = None,  # (V,) floats
+    ignore_index: int | None = -100,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    shift: bool | int = 0,
+    *,
+    token_weight: Tensor | None = None,  # (..., T) numbers or bool
+    class_weight: Tensor | None = None,  # (V,) numbers
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    chunk_tokens: int | None = None,
+    memory_budget: int | None = None,  # bytes
+    backend: str | None = None,
+) -> Tensor:
+    """:func:`fusedce.fused_cross_entropy` in the order of arguments of cut-cross-entropy.
+
+    Examples:
+        >>> hidden, weight = torch.randn(2, 5, 16), torch.randn(100, 16)
+        >>> tokens = torch.randint(100, (2, 5))
+        >>> linear_cross_entropy(hidden, weight, tokens, shift=1, reduction="none")[:, 0]
+        tensor([0., 0.])
+
+    Args:
+        shift: how many positions ahead of its hidden state a label stands: 0 for aligned labels;
+            ``True`` or 1 for next-token prediction with labels that are the tokens themselves.
+        token_weight: belongs to the labels, and moves with them.
+        hidden, weight, labels, bias, ignore_index, softcap, reduction, class_weight,
+            label_smoothing, z_loss, logit_scale, chunk_tokens, memory_budget, backend: as in
+            :func:`fusedce.fused_cross_entropy`.
+
+    Returns:
+        ``()``, or with "none" the shape of ``labels``: each loss where its *label* stands, so 0 at
+        the first ``shift`` positions.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`fusedce.fused_cross_entropy`;
+            ``ValueError`` also for a ``shift`` outside ``[0, T)``, or ``ignore_index=None`` with
+            a shift (the last positions have no label).
+    """
+    if not isinstance(shift, int):
+        raise TypeError(f"shift must be an int or a bool, got {type(shift).__name__}")
+    offset = int(shift)
+    if offset and isinstance(labels, Tensor):  # fused_cross_entropy refuses anything else
+        T = labels.shape[-1] if labels.dim() else 1
+        if ignore_index is None:
+            raise ValueError("ignore_index must be an int with shift: the last labels are missing")
+        if not 0 <= offset < T:
+            raise ValueError(f"shift must be in [0, T) with T={T} (from labels), got {shift}")
+        if isinstance(token_weight, Tensor) and token_weight.shape == labels.shape:
+            token_weight = token_weight.roll(-offset, -1)
+        labels = shift_labels(labels, offset=offset, ignore_index=ignore_index)
+    loss = fused_cross_entropy(
+        hidden, weight, labels, bias=bias, token_weight=token_weight, class_weight=class_weight,
+        reduction=reduction, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
+        label_smoothing=label_smoothing, z_loss=z_loss, chunk_tokens=chunk_tokens,
+        memory_budget=memory_budget, backend=backend,
+    )  # fmt: skip
+    return loss.roll(offset, -1) if offset and reduction == "none" else loss

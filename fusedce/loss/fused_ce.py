@@ -9,18 +9,13 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.autograd.sums import SumWithGrads as SumWithGrads
 from fusedce.backends.shards.agreement import SUM
-from fusedce.backends.shards.collectives import Tokens
 from fusedce.contract.checks import check_argmax_out
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
-from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.problem import Problem, Task, Wanted
 from fusedce.contract.results import MONITORS, LossSum, MonitoredLossSum
-from fusedce.contract.task import Shard, Task
 from fusedce.loss.sharded_problem import ready
-
-ce_with_grads = dispatch.sum_with_grads  # for a caller with an autograd node of its own
 
 
 @explains_names
@@ -118,17 +113,21 @@ def fused_ce(
         softcap=softcap, logit_scale=logit_scale, label_smoothing=label_smoothing, z_loss=z_loss,
         chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
-    return ce_as_given(problem, process_group, argmax_out, monitor, vocab_size, tokens_sharded)
 
+    def check(given: Problem) -> dict[str, Any]:
+        if isinstance(monitor, (str, Tensor)) or not isinstance(monitor, Collection):
+            raise TypeError(f"monitor must be a tuple of names out of {MONITORS}, got {monitor!r}")
+        for name in monitor:
+            if name not in MONITORS:
+                raise ValueError(f"monitor must hold names out of {MONITORS}, got {name!r}")
+        beside = sorted(monitor)
+        if argmax_out is not None:
+            check_argmax_out(local_of(argmax_out), given)
+            beside.append("argmax_out")
+        return {"monitor": ", ".join(beside)}
 
-def checked_ce(
-    problem: Problem,
-    monitor: Collection[str] = (),
-    argmax_out: Tensor | None = None,
-    shard: Shard | None = None,
-    tokens: Tokens | None = None,  # of each rank's own
-) -> LossSum:
-    """:func:`fused_ce` of arguments that are checked, cast and flattened."""
+    placed = process_group, tokens_sharded, vocab_size
+    problem, shard, tokens = ready(problem, placed, SUM, check)
     wanted = Wanted(
         argmax=argmax_out is not None or "correct" in monitor,
         entropy="entropy" in monitor,
@@ -138,37 +137,9 @@ def checked_ce(
     if monitor:
         out = MonitoredLossSum.of(out, _sums(problem, monitor, values))
     if argmax_out is not None and values.argmax is not None:
-        (argmax,) = (values.argmax,) if tokens is None else tokens.own(values.argmax)
-        # now that labels, whose memory it may be, were read
-        argmax_out.copy_(argmax.view(argmax_out.shape))
+        (argmax,), own = tokens.own(values.argmax), local_of(argmax_out)
+        own.copy_(argmax.view(own.shape))  # now that labels, whose memory it may be, were read
     return out
-
-
-def ce_as_given(
-    problem: Problem,
-    process_group: Any = None,
-    argmax_out: Tensor | None = None,
-    monitor: Collection[str] = (),
-    vocab_size: int | None = None,
-    tokens_sharded: bool = False,
-) -> LossSum:
-    """:func:`fused_ce` of arguments as they were given, of a whole vocabulary too."""
-
-    def check(given: Problem) -> tuple[Problem, dict[str, Any]]:
-        if isinstance(monitor, (str, Tensor)) or not isinstance(monitor, Collection):
-            raise TypeError(f"monitor must be a tuple of names out of {MONITORS}, got {monitor!r}")
-        for name in monitor:
-            if name not in MONITORS:
-                raise ValueError(f"monitor must hold names out of {MONITORS}, got {name!r}")
-        beside = sorted(monitor)
-        if argmax_out is not None:
-            check_argmax_out(local_of(argmax_out), given.but(labels=local_of(given.labels)))
-            beside.append("argmax_out")
-        return given, {"monitor": ", ".join(beside)}
-
-    placed = process_group, tokens_sharded, vocab_size
-    problem, shard, tokens = ready(problem, placed, SUM, check)
-    return checked_ce(problem, monitor, local_of(argmax_out), shard, tokens)
 
 
 def _sums(problem: Problem, monitor: Collection[str], of: dispatch.Monitored) -> dict[str, Tensor]:

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from fusedce.autograd import dispatch
 from fusedce.backends.shards.collectives import Tokens
-from fusedce.contract.divergence import Divergence, checked_divergence
+from fusedce.contract.divergence import checked_divergence
 from fusedce.contract.explain import explains_names, takes_arguments_of
 from fusedce.contract.groups import local_of
-from fusedce.contract.problem import Problem
+from fusedce.contract.problem import Divergence, Problem, Task
 from fusedce.contract.results import LossSum
-from fusedce.contract.task import Task
 from fusedce.loss.sharded_problem import divergence_task, no_labels
 
 Kind = Literal["forward", "reverse", "jsd"]
@@ -160,8 +159,8 @@ def _asked(
         student = student.but(labels=no_labels(hidden), ignore_index=None)
     given = Divergence(teacher_hidden, teacher_weight, kind=divergence, **of_teacher)
 
-    def checked(here: Problem, shard: bool) -> tuple[Problem, Divergence]:
+    def check(here: Problem, shard: bool) -> Divergence:
         return checked_divergence(here, given.local() if shard else given, labels, shard=shard)
 
     placed = process_group, tokens_sharded, vocab_size
-    return divergence_task(student, placed, reduction, checked)
+    return divergence_task(student, placed, reduction, check)

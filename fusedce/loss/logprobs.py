@@ -9,12 +9,11 @@ from torch import Tensor
 
 from fusedce.autograd import dispatch
 from fusedce.backends.shards.agreement import ARGMAX, STATISTICS
-from fusedce.contract.checks import check_flag, check_number
+from fusedce.contract.checks import check_flag
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
-from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.problem import Problem, Task, Wanted
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
-from fusedce.contract.task import Task
 from fusedce.loss.sharded_problem import no_labels, ready
 
 if TYPE_CHECKING:
@@ -122,12 +121,12 @@ def fused_logprobs(
         backend=backend,
     )  # fmt: skip
 
-    def check(given: Problem) -> tuple[Problem, dict[str, Any]]:
+    def check(given: Problem) -> dict[str, Any]:
         check_flag("mean_logit", mean_logit)
-        return tempered(given, temperature), {"mean_logit": mean_logit}
+        return {"mean_logit": mean_logit}
 
     placed = process_group, tokens_sharded, vocab_size
-    problem, shard, tokens = ready(problem, placed, STATISTICS, check)
+    problem, shard, tokens = ready(problem, placed, STATISTICS, check, temperature)
     wanted = Wanted(lse=True, entropy=True, argmax=True, zmean=mean_logit)
     logprob, stats = dispatch.token_stats(Task(problem, wanted, shard=shard))
     assert stats.argmax is not None
@@ -175,21 +174,7 @@ def fused_argmax(
         backend=backend,
     )  # fmt: skip
     placed = process_group, tokens_sharded, vocab_size
-    problem, shard, tokens = ready(problem, placed, ARGMAX, lambda given: (given, {}))
+    problem, shard, tokens = ready(problem, placed, ARGMAX, lambda given: {})
     argmax = dispatch.token_stats(Task(problem, Wanted(argmax=True), shard=shard))[1].argmax
     assert argmax is not None
     return tokens.own(argmax)[0].view(local_of(hidden).shape[:-1])
-
-
-def tempered(problem: Problem, temperature: float | Tensor) -> Problem:
-    """The problem with its logits divided by a number, or by each token's own.
-
-    ``(c / t) * tanh((s / t) * x / (c / t))`` is ``c * tanh(s * x / c) / t``.
-    """
-    if isinstance(temperature, Tensor):
-        return problem.but(temperature=temperature)
-    t, cap = check_number("temperature", temperature), problem.softcap
-    return problem.but(
-        softcap=None if cap is None else check_number("softcap", cap) / t,
-        logit_scale=check_number("logit_scale", problem.logit_scale) / t,
-    )

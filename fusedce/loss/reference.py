@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedce.contract.divergence import KINDS
+from fusedce.contract.checks import check_choice
+from fusedce.contract.problem import KINDS
 from fusedce.contract.results import LossSum
 
 
@@ -115,8 +116,7 @@ def reference_kl(
         >>> reference_kl(hidden, weight, hidden, weight).n_valid
         tensor(3)
     """
-    if divergence not in KINDS:
-        raise ValueError(f"divergence must be 'forward', 'reverse' or 'jsd', got {divergence!r}")
+    check_choice("divergence", divergence, KINDS)
     wide = torch.promote_types(dtype, torch.float32)
     if labels is None:
         labels, ignore_index = hidden.new_zeros(hidden.shape[:-1], dtype=torch.int64), -1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,20 +21,18 @@ from fusedce.backends.shards.agreement import (
 from fusedce.backends.shards.collectives import Tokens
 from fusedce.contract.checks import (
     autocast,
+    check_number,
     check_options,
     check_placed,
     check_tensor_types,
     check_tensors,
-    checked,
     checked_temperature,
     flattened,
     memory_budget_of,
     with_a_row,
 )
-from fusedce.contract.divergence import Divergence
-from fusedce.contract.groups import is_dtensor, local_of
-from fusedce.contract.problem import Problem
-from fusedce.contract.task import Shard, Task
+from fusedce.contract.groups import is_dtensor
+from fusedce.contract.problem import Divergence, Problem, Shard, Task
 
 Placed = tuple[Any, bool, int | None]  # process_group, tokens_sharded, vocab_size
 
@@ -53,7 +51,8 @@ def ready(
     problem: Problem,
     placed: Placed,
     function: str,
-    check: Callable[[Problem], tuple[Problem, dict[str, Any]]],
+    check: Callable[[Problem], dict[str, Any]],
+    temperature: float | Tensor = 1.0,
 ) -> tuple[Problem, Shard | None, Tokens]:
     """Check and flatten a problem; where the vocabulary is sharded, find this rank's shard.
 
@@ -63,9 +62,10 @@ def ready(
     Args:
         problem: as given to the public function.
         function: what :mod:`fusedce.backends.shards.agreement` calls it.
-        check: makes the checks of the public function's own arguments, and returns the problem with
-            those of its settings that all ranks must share; as ``monitor`` the names of the
-            statistics and outputs that are asked for beside the loss.
+        check: makes the checks of the public function's own arguments, given the checked problem of
+            this rank's tensors, and returns those of its settings that all ranks must share; as
+            ``monitor`` the names of the statistics and outputs that are asked for beside the loss.
+        temperature: a number, or of each token its own.
 
     Raises:
         TypeError, ValueError, RuntimeError: the same on all ranks that share the vocabulary.
@@ -75,44 +75,47 @@ def ready(
     """
     process_group, tokens_sharded, vocab_size = placed
     sharded = is_sharded(problem.weight, process_group)
-    with telling_peers(problem, process_group) if sharded else nullcontext():
+    groups = groups_of(problem.weight, process_group) if sharded else []
+    device = getattr(problem.labels, "device", None)
+    with tell_peers_on_error(groups, device) if sharded else nullcontext():
         check_placed(tokens_sharded, vocab_size, sharded=sharded)
         check_tensor_types(problem)
-        given, asked = check(problem)
-        groups: list[Any] = []
-        by_tokens = tokens_sharded
+        given = _tempered(problem, temperature)
         if sharded:
-            given, groups, by_tokens = layout_of(given, process_group, tokens_sharded)
+            given, tokens_sharded = layout_of(given, process_group, groups, tokens_sharded)
         given = autocast(given)
-        labels = given.labels
-        several = function == STATISTICS and has_several_classes(given)
+        labels, one = given.labels, given
+        several = (
+            function == STATISTICS
+            and not labels.is_floating_point()
+            and labels.dim() == given.hidden.dim() > 0
+            and labels.shape[:-1] == given.hidden.shape[:-1]
+            and labels.shape[-1] > 0
+        )
         if several:
             function = f"{function}, {labels.shape[-1]} classes each"
-            given = given.but(labels=labels[..., 0])
+            one = given.but(labels=labels[..., 0])
+        check_tensors(with_a_row(one) if sharded else one)
+        c = given.class_weight
+        # The class weights are those of all ranks' classes, whose number `agree` finds.
+        check_options(given.but(weight=c) if sharded and isinstance(c, Tensor) else given)
+        asked = {"function": function, "monitor": "", **check(given)}
         if sharded:
-            check_tensors(with_a_row(given))
-            c = given.class_weight
-            # The class weights are those of all ranks' classes, whose number `agree` finds.
-            check_options(given.but(weight=c) if isinstance(c, Tensor) else given)
-            # An environment may differ between ranks as arguments may.
-            budget = memory_budget_of(given.memory_budget, given.chunk_tokens)
-            backend = resolve_backend(given.backend, given.hidden)
-            given = given.but(backend=backend, memory_budget=budget)
-            flat = flattened(given.but(labels=given.labels.long()))  # some ranks' may be int32
-        else:
-            flat = checked(given)
-        if several:
-            classes = labels.to(flat.labels.dtype).reshape(-1, labels.shape[-1])
-            flat = flat.but(labels=classes)
+            given = given.but(
+                labels=labels.long(),  # some ranks' may be int32
+                # An environment may differ between ranks as arguments may.
+                memory_budget=memory_budget_of(given.memory_budget, given.chunk_tokens),
+                backend=resolve_backend(given.backend, given.hidden),
+            )
+        flat = flattened(given)
         if flat.temperature is not None:
             used = flat.valid().any(1) if several else flat.valid()
             flat = flat.but(temperature=checked_temperature(flat.temperature, given.hidden, used))
     if not sharded:
         return flat, None, Tokens()
     shard, tokens = agree(
-        given.but(labels=labels), groups, tokens_sharded=by_tokens, vocab_size=vocab_size,
-        **{"function": function, "monitor": "", **asked},
-    )  # fmt: skip
+        given, groups, tokens_sharded=tokens_sharded, vocab_size=vocab_size, **asked
+    )
     real = max(shard.V - shard.first, 0)
     if real < len(flat.weight):  # the others are padding
         bias = None if flat.bias is None else flat.bias[:real]
@@ -120,43 +123,51 @@ def ready(
     return tokens.all_of(flat), shard, tokens
 
 
-def telling_peers(problem: Problem, process_group: Any) -> AbstractContextManager[None]:
-    """Send an error inside the block to the ranks of a sharded vocabulary."""
-    groups = groups_of(problem.weight, process_group)
-    return tell_peers_on_error(groups, device_of(problem.labels))
+def _tempered(problem: Problem, temperature: float | Tensor) -> Problem:
+    """The problem with its logits divided by a number, or by each token's own.
+
+    ``(c / t) * tanh((s / t) * x / (c / t))`` is ``c * tanh(s * x / c) / t``.
+    """
+    if isinstance(temperature, Tensor):
+        return problem.but(temperature=temperature)
+    t, cap = check_number("temperature", temperature), problem.softcap
+    if t == 1:
+        return problem
+    return problem.but(
+        softcap=None if cap is None else check_number("softcap", cap) / t,
+        logit_scale=check_number("logit_scale", problem.logit_scale) / t,
+    )
 
 
 def divergence_task(
     problem: Problem,
     placed: Placed,
     reduction: str,
-    checked: Callable[[Problem, bool], tuple[Problem, Divergence]],
+    check: Callable[[Problem, bool], Divergence],
 ) -> tuple[Task, Tokens]:
     """The task of a divergence, which the torch backend computes on a sharded vocabulary.
 
-    ``checked`` makes both records of this rank's tensors, and is told whether these are a shard's.
+    ``check`` makes the record beside the checked problem of this rank's tensors, and is told
+    whether these are a shard's.
     """
-    if not is_sharded(problem.weight, placed[0]):
-        check_placed(*placed[1:], sharded=False)
-        problem, divergence = checked(problem, False)
-        return Task(problem, divergence=divergence), Tokens()
     found: list[Divergence] = []
+    sharded = is_sharded(problem.weight, placed[0])
 
-    def check(given: Problem) -> tuple[Problem, dict[str, Any]]:
-        if given.backend == "triton":
+    def checked(given: Problem) -> dict[str, Any]:
+        if sharded and given.backend == "triton":
             raise RuntimeError(
                 "a divergence over a sharded vocabulary needs backend='torch', the Triton kernels "
                 "do not merge it over ranks"
             )
-        local = given.but(**{name: local_of(x) for name, x in given._asdict().items()})
-        found.append(checked(local, True)[1])
-        asked = {"reduction": reduction} | found[0].settings()
-        return given.but(backend=given.backend or "torch"), asked
+        found.append(check(given, sharded))
+        return {"reduction": reduction} | found[0].settings()
 
-    problem, shard, tokens = ready(problem, placed, DIVERGENCE, check)
+    if sharded:
+        problem = problem.but(backend=problem.backend or "torch")
+    problem, shard, tokens = ready(problem, placed, DIVERGENCE, checked)
     (divergence,), real = found, len(problem.weight)
     hidden, weight, bias = divergence[:3]
-    if hidden is not None and weight is not None:
+    if shard is not None and hidden is not None and weight is not None:
         divergence = divergence.but(
             teacher_hidden=tokens.gather(hidden),
             teacher_weight=weight[:real],
@@ -172,23 +183,3 @@ def no_labels(hidden: Any) -> Tensor:
     if is_dtensor(hidden):
         return torch.zeros_like(hidden.detach().sum(-1), dtype=torch.int64)
     return torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-
-
-def has_several_classes(problem: Problem) -> bool:
-    """Whether the labels are ``(..., K)`` class indices for ``hidden (..., H)``."""
-    hidden, labels = problem.hidden, problem.labels
-    return (
-        isinstance(hidden, Tensor)
-        and isinstance(labels, Tensor)
-        and not hidden.is_nested
-        and not labels.is_floating_point()
-        and labels.dim() == hidden.dim() > 0
-        and labels.shape[:-1] == hidden.shape[:-1]
-        and labels.shape[-1] > 0
-    )
-
-
-def device_of(x: object) -> torch.device | None:
-    """The device of a tensor; ``None`` for an argument that is none, or that has no values."""
-    device = getattr(x, "device", None)
-    return None if device is None or device.type == "meta" else device

@@ -18,10 +18,9 @@ from fusedce.contract.checks import check_int
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.objective import folded
-from fusedce.contract.problem import Problem, Projection, Wanted
+from fusedce.contract.problem import Problem, Projection, Shard, Wanted
 from fusedce.contract.results import TopK
-from fusedce.contract.task import Shard
-from fusedce.loss.logprobs import fused_logprobs, tempered
+from fusedce.loss.logprobs import fused_logprobs
 from fusedce.loss.sharded_problem import no_labels, ready
 
 _WIDER = 4  # as many classes as a tile of the plan has
@@ -103,12 +102,12 @@ def _found(
 ) -> TopK:
     """The classes and their log-probabilities, without gradient."""
 
-    def check(given: Problem) -> tuple[Problem, dict[str, Any]]:
+    def check(given: Problem) -> dict[str, Any]:
         check_int("k", k)
-        return tempered(given, temperature), {"k": k, "differentiable": differentiable}
+        return {"k": k, "differentiable": differentiable}
 
     hidden = problem.hidden
-    problem, shard, tokens = ready(problem, placed, TOPK, check)
+    problem, shard, tokens = ready(problem, placed, TOPK, check, temperature)
     leading = local_of(hidden).shape[:-1]
     V = problem.weight.shape[0] if shard is None else shard.V
     if not 1 <= k <= V:

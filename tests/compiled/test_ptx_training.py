@@ -16,8 +16,7 @@ from support.compiled import (
 import fusedce
 from fusedce.backends import triton as backend
 from fusedce.backends.triton import archs
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.task import Task
+from fusedce.contract.problem import Problem, Task, Wanted
 from fusedce.testing import Case, check
 
 

@@ -101,7 +101,7 @@ def result(function, **change):
     return [x.clone() for x in (out if isinstance(out, tuple) else (out,))]
 
 
-@pytest.mark.parametrize(("function", "argument"), cases())
+@pytest.mark.parametrize(("function", "argument"), [*cases()])
 def test_a_wrong_value_is_refused_by_name_and_leaves_nothing_behind(function, argument):
     name = function.__name__
     taken = TAKEN_BY.get((name, argument), TAKEN.get(argument, set()))

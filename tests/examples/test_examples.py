@@ -239,13 +239,6 @@ def test_lightning_on_two_ranks():
     assert_alike([ast.literal_eval(x) for x in dict.fromkeys(lines)], plain()[0])
 
 
-@pytest.mark.slow
-def test_runs_as_a_script():
-    command = [sys.executable, str(EXAMPLES / "epoch_end.py")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.count("perplexity") == 9 + 8
-
-
 def test_grpo_has_the_eager_gradients():
     grpo = example("grpo")
     loss, grads = grpo.one_update(grpo.fused_policy)

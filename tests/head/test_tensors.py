@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from support.attacks import alike, same, same_loss
 from support.bounds import SAME_MODEL
-from support.copies import COPIES
 from support.heads import MODES, H, V, ce, plain_model, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -131,15 +130,6 @@ def test_hooks_of_the_head_see_the_gradient_of_the_logits(m, x, y):
     loss = ce(m(x), y)
     loss.backward()
     return loss.detach(), *seen
-
-
-@pytest.mark.usefixtures("each_mode")
-@pytest.mark.parametrize("name", COPIES)
-def test_models_can_be_copied_and_saved(name):
-    model, x = replace_loss_head(plain_model()), tokens(3, 7)
-    other = COPIES[name](model)
-    assert isinstance(other(x), LazyLogits)
-    torch.testing.assert_close(other(x) + 0, model(x) + 0)
 
 
 def test_a_model_is_freed_with_its_last_reference():

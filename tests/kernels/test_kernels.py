@@ -15,8 +15,7 @@ from support.params import slow
 import fusedce
 from fusedce.backends.triton import archs
 from fusedce.contract.labels import bad_label_message
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.task import Task
+from fusedce.contract.problem import Problem, Task, Wanted
 from fusedce.testing import Case, check
 
 # Blocks of the interpreter's configuration. None divides the shapes below, whose largest has a last

@@ -137,26 +137,6 @@ def test_several_classes_and_a_temperature_for_each_token(backend, dtype, K, opt
     compare(case, backend, "each", K=K)
 
 
-@pytest.mark.parametrize("K", [None, 3])
-@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "logit_scale": 0.7}])
-def test_gradcheck_passes(options, K):
-    hidden, weight, labels, bias = Case(
-        (5,), 4, 9, torch.float64, ignored=0.3, with_bias=True
-    ).tensors()
-    labels = labels if K is None else labels[:, None].expand(-1, K)
-    temperature = torch.linspace(0.3, 2.5, 5) if options else 0.6
-
-    def f(h, w, b):
-        stats = fused_logprobs(
-            h, w, labels, bias=b, temperature=temperature, chunk_tokens=2, mean_logit=True,
-            **options,
-        )  # fmt: skip
-        return stats.logprob, stats.entropy, stats.lse, stats.mean_logit
-
-    leaves = [x.nan_to_num().requires_grad_() for x in (hidden, weight, bias)]
-    assert torch.autograd.gradcheck(f, leaves)
-
-
 # ---- nothing cancels near a probability of one ----------------------------------------------
 
 
@@ -321,15 +301,6 @@ def test_the_mean_logit_comes_on_request(backend):
     plain = fused_logprobs(*given, backend=backend)
     assert plain._fields == TokenStats._fields == stats._fields[:4]
     torch.testing.assert_close(tuple(plain), stats[:4])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_one_temperature_for_all_is_the_same(backend):
-    given = Case((7,), 8, 23).tensors()[:3]
-    each = fused_logprobs(*given, temperature=torch.full((7,), 0.7), backend=backend)
-    one = fused_logprobs(*given, temperature=0.7, backend=backend)
-    # a division by 0.7 in place of a product: a rounding of the logits, not of their products
-    torch.testing.assert_close(tuple(each), tuple(one), rtol=SAME_SUMS, atol=SAME_SUMS)
 
 
 # ---- errors ---------------------------------------------------------------------------------

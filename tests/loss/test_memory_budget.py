@@ -23,7 +23,7 @@ from fusedce.backends import plan
 from fusedce.backends.torch import products, stats_and_grads, training
 from fusedce.backends.triton import training as triton_training
 from fusedce.backends.triton import vocab_tiles
-from fusedce.loss.names_of_peers import FusedLinearCrossEntropyLoss
+from fusedce.loss.cross_entropy import FusedLinearCrossEntropyLoss
 from fusedce.measure import peak_extra_bytes
 from fusedce.testing import OPTIONS, Case, cases, check
 

@@ -263,8 +263,9 @@ def rows():
 
 
 @pytest.mark.parametrize(
-    ("run", "world", "row"), rows(), ids=lambda x: " ".join(x) if isinstance(x, tuple) else str(x)
-)
+    ("run", "world", "row"), [*rows()],
+    ids=lambda x: " ".join(x) if isinstance(x, tuple) else str(x),
+)  # fmt: skip
 def test_equals_the_whole_vocabulary(run, world, row):
     first, *others = ranks.of(results(run, world), row)
     assert all(found == first for found in others)  # the same bits on all ranks

@@ -154,7 +154,7 @@ WRONG_ON_ONE = [
     ("backend", of_whole, {"backend": "nope"}),
     ("class_weight must not require grad", LOSS, c(*[1.0] * V) | {
         "class_weight": torch.ones(V, requires_grad=True)}),
-    ("reduction must be 'mean', 'sum' or 'none'", LOSS, {"reduction": "median"}),
+    ("reduction must be one of 'mean', 'sum', 'none'", LOSS, {"reduction": "median"}),
     ("temperature must be positive, at least 1e-30", STATS, {"temperature": 0.0}),
     ("hidden must be a tensor", argmax, {"hidden": None}),
 ]  # fmt: skip
@@ -188,7 +188,7 @@ WRONG = [
     ("tokens_sharded", LOSS, {"labels": GIVEN[:, :3], "tokens_sharded": True}),
     ("pass weight.redistribute(placements=[Shard(0)])", of_placements, {"at": 1}),
     ("ValueError: weight must have Shard(0)", of_placements, {"at": 1}),
-    ("pass weight.to_local()", of_placements, {"at": None}),
+    ("or weight.full_tensor()", of_placements, {"at": None}),
     ("pass hidden.redistribute(placements=[Replicate()])", of_placements,
      {"placed": "hidden", "at": 1}),
     ("TypeError: teacher_weight must be a plain tensor", teacher_placed, {}),

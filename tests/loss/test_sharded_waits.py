@@ -16,8 +16,7 @@ from fusedce.backends.torch.rows import count_or_code
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.archs import BY_NAME
 from fusedce.contract.labels import bad_label_code
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.task import Shard
+from fusedce.contract.problem import Problem, Shard, Wanted
 
 N, H, V = 12, 8, 10
 

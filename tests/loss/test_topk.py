@@ -135,17 +135,6 @@ def test_memory_is_the_budgets():
             fused_topk(hidden, weight, K, memory_budget=1000)
 
 
-@pytest.mark.parametrize(
-    ("k", "error", "words"),
-    [(0, ValueError, r"k must be in \[1, V\] with V=131"), (V + 1, ValueError, "got 132"),
-     (2.0, TypeError, "k must be an int, got float"), (True, TypeError, "k must be an int")],
-)  # fmt: skip
-def test_a_wrong_k(k, error, words):
-    hidden, weight, _ = inputs()
-    with pytest.raises(error, match=words):
-        fused_topk(hidden, weight, k)
-
-
 def test_logprobs_of_the_classes_found_are_the_same():
     hidden, weight, _ = inputs()
     found = fused_topk(hidden, weight, K)

@@ -82,7 +82,7 @@ BAD = [
     ({"class_weight": torch.ones(10, requires_grad=True)}, ValueError, "must not require grad"),
     ({"temperature": 0.0}, ValueError, "temperature must be positive, at least .* got 0.0"),
     ({"temperature": float("inf")}, ValueError, "temperature must be .* finite"),
-    ({"reduction": "average"}, ValueError, "reduction must be 'mean', 'sum' or 'none'"),
+    ({"reduction": "average"}, ValueError, "reduction must be one of 'mean', 'sum', 'none'"),
     ({"argmax_out": torch.ones(4)}, TypeError, "argmax_out must be int64"),
     ({"argmax_out": torch.ones(2, 2, dtype=torch.int64)}, ValueError, "argmax_out must be of"),
     ({"chunk_tokens": 0}, ValueError, "chunk_tokens must be >= 1 and fit in 64 bits, got 0"),

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fusedce.contract.checks import DTYPES
-from fusedce.contract.divergence import KINDS
-from fusedce.contract.problem import acc_dtype
+from fusedce.contract.problem import KINDS, acc_dtype
 from fusedce.loss.reference import reference_kl
 from fusedce.testing import NAMES, Loss, assert_within, draw_numbers
 

@@ -7,8 +7,8 @@ ranks' arguments and tokens, and finds each rank's rows of the vocabulary (:func
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,8 @@ from fusedce.agreement import (
     words_of,
 )
 from fusedce.backends.shards.collectives import Tokens, waiting_for_ranks
-from fusedce.contract.groups import Ranks, is_dtensor, name_of
-from fusedce.contract.problem import NUMBERS, Problem
-from fusedce.contract.task import Shard
+from fusedce.contract.groups import Ranks, is_dtensor, local_of, name_of
+from fusedce.contract.problem import NUMBERS, Problem, Shard
 
 SUM, LOSSES, STATISTICS, ARGMAX, TOPK, DIVERGENCE = (
     "a sum of losses",
@@ -159,7 +158,7 @@ def tell_peers_on_error(
     except Exception as error:
         if not groups:
             raise
-        if device is None or device.type == "cpu":  # wrong labels may lie where NCCL sends nothing
+        if device is None or device.type in ("cpu", "meta"):  # where NCCL sends nothing
             device = device_for(groups[-1], torch.device("cpu"))
         nothing = torch.zeros(LENGTH - TEXT, dtype=torch.int64, device=device)
         _meet(row(words_of(error), nothing), groups)
@@ -192,38 +191,53 @@ def _meet(mine: Tensor, groups: list[dist.ProcessGroup]) -> list[Told]:
 
 
 def layout_of(
-    problem: Problem, process_group: Any, tokens_sharded: bool
-) -> tuple[Problem, list[dist.ProcessGroup], bool]:
-    """The problem of local tensors, :func:`groups_of` it, and whether tokens are sharded.
-
-    They are read from its DTensors, or from the group that was given.
+    problem: Problem, process_group: Any, groups: list[dist.ProcessGroup], tokens_sharded: bool
+) -> tuple[Problem, bool]:
+    """The problem of local tensors, and whether tokens are sharded, as its DTensors say.
 
     Raises:
         ValueError: a placement or group that does not describe a sharded vocabulary.
     """
     weight: Any = problem.weight
     if not is_dtensor(weight):
-        groups = groups_of(weight, process_group)
         if not groups:
             raise ValueError("process_group: torch.distributed must be initialised, it is not")
-        return problem, groups, tokens_sharded
+        return problem, tokens_sharded
     if process_group is not None:
         raise ValueError("process_group is for a local shard; a DTensor weight knows its ranks")
-    mesh, dim = weight.device_mesh, shard_dim("weight", weight)
-    bias = problem.bias
-    if bias is not None and (not is_dtensor(bias) or shard_dim("bias", bias) != dim):
-        raise ValueError("bias must be a DTensor sharded like weight")
-    if is_dtensor(problem.hidden):
-        tokens_sharded = _tokens_sharded(problem.hidden, dim)
-    local: dict[str, Any] = {}
+    mesh, placements = weight.device_mesh, weight.placements
+    split = [i for i, p in enumerate(placements) if not p.is_replicate()]
+    if len(split) != 1 or not placements[split[0]].is_shard(0):
+        raise ValueError(
+            f"weight must have Shard(0) over one dimension of its mesh and Replicate() over the "
+            f"others, got {placements}: pass weight.redistribute(placements="
+            f"{_with('Shard(0)', placements, *split[-1:])}), or weight.full_tensor() to compute "
+            f"the whole head on each rank"
+        )
     for name, x in problem._asdict().items():
-        if is_dtensor(x):
-            if x.device_mesh != mesh:
-                raise ValueError(
-                    f"{name} must be on the mesh of weight {mesh}, got {x.device_mesh}"
-                )
-            local[name] = x.to_local()
-    return problem.but(**local), groups_of(weight, None), tokens_sharded
+        if is_dtensor(x) and x.device_mesh != mesh:
+            raise ValueError(f"{name} must be on the mesh of weight {mesh}, got {x.device_mesh}")
+    bias, hidden = problem.bias, cast(Any, problem.hidden)
+    if bias is not None and getattr(bias, "placements", None) != placements:
+        raise ValueError("bias must be a DTensor sharded like weight")
+    if is_dtensor(hidden):
+        found = hidden.placements[split[0]]
+        tokens_sharded = found.is_shard() and found.dim % hidden.ndim != hidden.ndim - 1
+        if sum(not p.is_replicate() for p in hidden.placements) != tokens_sharded:
+            raise ValueError(
+                f"hidden must be replicated, or sharded over tokens on the weight's mesh "
+                f"dimension, got {hidden.placements}: pass hidden.redistribute("
+                f"placements={_with('Replicate()', placements)})"
+            )
+    local = {name: local_of(x) for name, x in problem._asdict().items()}
+    return problem.but(**local), tokens_sharded
+
+
+def _with(placement: str, placements: Sequence[object], at: int = 0) -> str:
+    """The text of ``placements`` that are replicated but for one."""
+    mended = ["Replicate()"] * len(placements)
+    mended[at] = placement
+    return f"[{', '.join(mended)}]"
 
 
 def groups_of(weight: Any, process_group: Any) -> list[dist.ProcessGroup]:
@@ -241,39 +255,3 @@ def groups_of(weight: Any, process_group: Any) -> list[dist.ProcessGroup]:
     mesh = weight.device_mesh
     others = (i for i in range(mesh.ndim) if i not in sharded and mesh.size(i) > 1)
     return [mesh.get_group(i) for i in (*others, *sharded)]
-
-
-def shard_dim(name: str, x: Any) -> int:
-    """The mesh dimension over which ``x`` has ``Shard(0)``, all others replicated.
-
-    Raises:
-        ValueError: it has another placement.
-    """
-    sharded = [i for i, p in enumerate(x.placements) if not p.is_replicate()]
-    if not sharded:
-        raise ValueError(
-            f"{name} must have Shard(0) over one dimension of its mesh, got {x.placements}: every "
-            f"rank holds the whole {name}, so pass {name}.to_local()"
-        )
-    if len(sharded) != 1 or not x.placements[sharded[0]].is_shard(0):
-        mended = ["Replicate()"] * x.device_mesh.ndim
-        mended[sharded[-1]] = "Shard(0)"
-        raise ValueError(
-            f"{name} must have Shard(0) over one dimension of its mesh and Replicate() over the "
-            f"others, got {x.placements}: pass "
-            f"{name}.redistribute(placements=[{', '.join(mended)}])"
-        )
-    return sharded[0]
-
-
-def _tokens_sharded(hidden: Any, dim: int) -> bool:
-    """Whether ``hidden`` is sharded over tokens on the mesh dimension of the vocabulary."""
-    for i, placement in enumerate(hidden.placements):
-        tokens = placement.is_shard() and placement.dim % hidden.ndim != hidden.ndim - 1
-        if not placement.is_replicate() and not (i == dim and tokens):
-            raise ValueError(
-                f"hidden must be replicated, or sharded over tokens on the weight's mesh "
-                f"dimension, got {hidden.placements}: pass hidden.redistribute(placements="
-                f"[{', '.join(['Replicate()'] * len(hidden.placements))}])"
-            )
-    return not hidden.placements[dim].is_replicate()

@@ -14,8 +14,7 @@ from torch import Tensor
 from fusedce.agreement import ALL_GATHER, not_all_came
 from fusedce.backends.gradients import call_of
 from fusedce.backends.plan import DEVICE_BUDGET, Call
-from fusedce.contract.problem import Problem, Wanted, acc_dtype
-from fusedce.contract.task import Shard
+from fusedce.contract.problem import Problem, Shard, Wanted, acc_dtype
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

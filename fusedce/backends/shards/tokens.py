@@ -25,8 +25,7 @@ from fusedce.backends.shards.collectives import (
 )
 from fusedce.backends.torch.rows import used_tokens
 from fusedce.contract.objective import Stats, Upstream
-from fusedce.contract.problem import Problem, Wanted, acc_dtype
-from fusedce.contract.task import Shard
+from fusedce.contract.problem import Problem, Shard, Wanted, acc_dtype
 
 
 class OfShard(NamedTuple):

@@ -41,7 +41,8 @@ from fusedce.backends.shards.collectives import (
 from fusedce.backends.torch.logit_tiles import Logits, Sums, TileStats, maxima, tiles, write_labels
 from fusedce.backends.torch.products import Products
 from fusedce.backends.torch.rows import chunks_of, valid_rows
-from fusedce.contract.divergence import (
+from fusedce.contract.objective import expected_upstream
+from fusedce.contract.problem import (
     FORWARD,
     INFINITE,
     JSD,
@@ -49,10 +50,10 @@ from fusedce.contract.divergence import (
     REVERSE,
     TARGETS,
     Divergence,
+    Problem,
+    Shard,
+    Task,
 )
-from fusedce.contract.objective import expected_upstream
-from fusedce.contract.problem import Problem
-from fusedce.contract.task import Shard, Task
 
 
 def divergence_and_grads(task: Task) -> Summed:

@@ -31,8 +31,7 @@ from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.backends.torch.stats_and_grads import token_grads, token_stats
 from fusedce.backends.upstream import loss_in_two_passes
 from fusedce.contract.objective import expected_upstream, slopes, token_losses
-from fusedce.contract.problem import Problem, Projection, Wanted
-from fusedce.contract.task import Task
+from fusedce.contract.problem import Problem, Projection, Task, Wanted
 
 _ROWS = 2**18  # elements of a product of some rows, and of its operand, at a time
 _WIDENED = 2**22  # elements of the head's rows whose copy in float32 lies beside a tile

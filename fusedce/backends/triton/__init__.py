@@ -9,7 +9,7 @@ from fusedce.backends.triton import archs, divergence, training
 from fusedce.backends.triton.forward import loss, token_stats
 from fusedce.backends.triton.launch import on, run
 from fusedce.backends.triton.vocab_tiles import token_grads
-from fusedce.contract.task import Task
+from fusedce.contract.problem import Task
 from fusedce.kernels.input_grads import scale_kernel
 
 __all__ = [

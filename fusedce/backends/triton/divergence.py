@@ -28,8 +28,7 @@ from fusedce.backends.triton.launch import (
 )
 from fusedce.backends.triton.products import add_product, product, scaled_by
 from fusedce.backends.triton.training import rows_and_factor
-from fusedce.contract.divergence import KINDS, Divergence
-from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.problem import KINDS, Divergence, Problem, Wanted
 from fusedce.kernels.divergence import EDGE, divergence_rows_kernel
 
 _AMPLIFY = 2.0**13  # of float16, whose probabilities would underflow

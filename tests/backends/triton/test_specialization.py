@@ -9,8 +9,7 @@ from fusedce.backends import triton as backend
 from fusedce.backends.gradients import of_inputs
 from fusedce.backends.triton import archs, head_gradients, training, vocab_tiles
 from fusedce.contract.objective import Upstream
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.task import Task
+from fusedce.contract.problem import Problem, Task, Wanted
 from fusedce.testing import Case
 
 

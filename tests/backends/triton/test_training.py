@@ -8,8 +8,7 @@ from support.params import slow
 import fusedce
 from fusedce.backends import triton as backend
 from fusedce.backends.triton import training
-from fusedce.contract.problem import Problem, Wanted
-from fusedce.contract.task import Task
+from fusedce.contract.problem import Problem, Task, Wanted
 from fusedce.testing import Case
 
 H = 64
