@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import fusedce
@@ -22,7 +23,7 @@ try:
 except ModuleNotFoundError:
     sys.exit("fusedce's commands need click: pip install 'fusedce[cli]'")
 
-from fusedce.tools.model_sizes import UserError
+from fusedce.tools.model_sizes import UserError, integers
 
 _NOT_FUSED, _INTERRUPTED = 3, 130
 _EXTRAS = {
@@ -154,11 +155,11 @@ def bench(
     shape: str, dtype: str | None, device: str | None, repeats: int, compiled: bool
 ) -> Answer:
     """Measure time and memory of the loss on this machine, beside the peers installed here."""
-    sizes, device = _shape(shape), _device(device)
+    (N, H, V), device = integers(shape, "N,H,V"), _device(device)
     from fusedce.tools import bench as tool
 
     found = tool.bench(
-        sizes, dtype=dtype or ("fp32" if device == "cpu" else "bf16"), device=device,
+        (N, H, V), dtype=dtype or ("fp32" if device == "cpu" else "bf16"), device=device,
         repeats=repeats, compiled=compiled, progress=_say,
     )  # fmt: skip
     hint = "" if compiled else "\nCompiled eager: add --compile (most of a minute more)."
@@ -180,21 +181,41 @@ def doctor() -> Answer:
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True)
 def audit(steps: int) -> Answer:
     """Show the findings of fusedce.audit in a loop that averages means, and in a right one."""
-    from fusedce.tools.audit import run
-
-    found = run(steps=steps)
+    loops = {"loss.mean() / accumulation_steps": True, "sum of losses / tokens of the step": False}
+    found = {}
+    for name, averaged in loops.items():
+        report = _audited(steps, averaged)
+        rows = [asdict(step) for step in report.steps]
+        found[name] = {"text": str(report), "verdict": report.verdict(), "steps": rows}
     texts = [f"== {name}\n{result['text']}\n" for name, result in found.items()]
     return found, "\n".join([*texts, "In a loop of your own: with fusedce.audit(model): ..."]), 0
 
 
-def _shape(text: str) -> tuple[int, int, int]:
-    parts = text.replace("x", ",").split(",")
-    if len(parts) != 3 or not all(p.strip().isdecimal() and int(p) for p in parts):
-        raise UserError(
-            f"--shape must be N,H,V such as 1024,256,16384, each at least 1, got {text!r}"
-        )
-    N, H, V = map(int, parts)
-    return N, H, V
+def _audited(steps: int, averaged: bool) -> Any:
+    """The report of an audit around an ordinary loop over lines of Python's documentation."""
+    from pydoc_data.topics import topics
+
+    import torch
+    import torch.nn.functional as F
+
+    torch.manual_seed(0)
+    lines = [x for x in "\n".join(topics.values()).encode().splitlines() if len(x) > 1]
+    model = torch.nn.Sequential(torch.nn.Embedding(256, 64), torch.nn.Linear(64, 256))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with fusedce.audit(model) as report:
+        for _ in range(steps):
+            drawn = torch.randint(len(lines), (8,)).tolist()
+            batches = [torch.tensor(list(lines[i])) for i in drawn]
+            tokens, logged = sum(len(ids) - 1 for ids in batches), 0.0
+            for ids in batches:
+                total = F.cross_entropy(model(ids[:-1]), ids[1:], reduction="sum")
+                loss = total / (len(ids) - 1) / len(batches) if averaged else total / tokens
+                loss.backward()
+                logged += loss.item()
+            optimizer.step()
+            optimizer.zero_grad()
+            report.log(logged)
+    return report
 
 
 def _device(name: str | None) -> str:

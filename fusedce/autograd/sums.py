@@ -37,8 +37,6 @@ from fusedce.contract.problem import (
     Task,
     Wanted,
     acc_dtype,
-    arguments_of,
-    of_task,
     schema_of,
 )
 from fusedce.contract.results import LossSum
@@ -104,7 +102,7 @@ def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
 @torch.library.custom_op(
     "fusedce::sum",
     mutates_args=(),
-    schema=schema_of(of_task(), "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"),
+    schema=schema_of("(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", *Task.records()),
 )
 def _summed(*flat: Any) -> tuple[Tensor, ...]:
     """``loss_sum, n_valid``, argmax, the gradients' factor, three gradients; (0,) where none is."""
@@ -157,9 +155,7 @@ class Attached(NamedTuple):
     backend: str
 
 
-@torch.library.custom_op(
-    "fusedce::attach", mutates_args=(), schema=schema_of(arguments_of(Attached), "Tensor")
-)
+@torch.library.custom_op("fusedce::attach", mutates_args=(), schema=schema_of("Tensor", Attached))
 def _with_gradients(*flat: Any) -> Tensor:
     return Attached(*flat).loss_sum.clone()
 

@@ -27,7 +27,7 @@ from fusedce.backends.gradients import check_divergence_budget, of_inputs, witho
 from fusedce.backends.shards.tokens import OfShard
 from fusedce.backends.upstream import Upstreams, Values, upstream_of
 from fusedce.contract.objective import Stats, token_losses
-from fusedce.contract.problem import Problem, Task, Wanted, acc_dtype, of_task, schema_of
+from fusedce.contract.problem import Problem, Task, Wanted, acc_dtype, schema_of
 
 
 def losses(task: Task) -> tuple[Tensor, Stats]:
@@ -66,7 +66,7 @@ def token_stats(task: Task) -> tuple[Stats, Tensor]:
 @torch.library.custom_op(
     "fusedce::stats",
     mutates_args=(),
-    schema=schema_of(of_task(), "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"),
+    schema=schema_of("(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", *Task.records()),
 )
 def _stats(*flat: Any) -> tuple[Tensor, ...]:
     task = Task.of(flat)[0]
@@ -148,7 +148,7 @@ _stats.register_autograd(_backward, setup_context=setup_context)
 @torch.library.custom_op(
     "fusedce::grads",
     mutates_args=(),
-    schema=schema_of(of_task(Values, Upstreams), "(Tensor, Tensor, Tensor)"),
+    schema=schema_of("(Tensor, Tensor, Tensor)", *Task.records(Values, Upstreams)),
 )
 def _grads(*flat: Any) -> tuple[Tensor, ...]:
     task, values, upstreams = Task.of(flat, Values, Upstreams)

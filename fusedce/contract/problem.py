@@ -239,11 +239,16 @@ class Task(NamedTuple):
         shard = self.shard or [None] * len(Shard._fields)
         return (*self.problem, *self.wanted, *own, *divergence, *shard)
 
+    @staticmethod
+    def records(*own: type[Any]) -> tuple[type[Any], ...]:
+        """The records whose fields are the arguments of an operator, ``own`` among them."""
+        return Problem, Wanted, *own, *_OPTIONAL
+
     @classmethod
     def of(cls, flat: Sequence[Any], *own: Any) -> tuple[Any, ...]:
         """The task of an operator's arguments, and the operator's own records."""
         records = []
-        for record in (Problem, Wanted, *own, *_OPTIONAL):
+        for record in cls.records(*own):
             records.append(record(*flat[: len(record._fields)]))
             flat = flat[len(record._fields) :]
         problem, wanted, *made, divergence, shard = records
@@ -264,22 +269,13 @@ _KINDS = {
 }
 
 
-def arguments_of(*records: type[Any]) -> dict[str, str]:
-    """Kind of each argument of an operator, by name, as a schema says it: the records' fields."""
-    found = {}
+def schema_of(returns: str, *records: type[Any]) -> str:
+    """Schema of an operator whose arguments are the fields of ``records``."""
+    arguments = []
     for record in records:
         prefix = "" if record is Problem else record.__name__.lower() + "_"
         for name, hint in get_type_hints(record).items():
             kind = _KINDS[hint]
-            found[prefix + name] = kind.rstrip("?") + "?" if record in _OPTIONAL else kind
-    return found
-
-
-def of_task(*own: type[Any]) -> dict[str, str]:
-    """:func:`arguments_of` an operator that takes a task and the records ``own``."""
-    return arguments_of(Problem, Wanted, *own, *_OPTIONAL)
-
-
-def schema_of(arguments: dict[str, str], returns: str) -> str:
-    """Schema of an operator."""
-    return f"({', '.join(f'{kind} {name}' for name, kind in arguments.items())}) -> {returns}"
+            kind = kind.rstrip("?") + "?" if record in _OPTIONAL else kind
+            arguments.append(f"{kind} {prefix}{name}")
+    return f"({', '.join(arguments)}) -> {returns}"

@@ -11,7 +11,6 @@ call; the table says which are not installed.
 from __future__ import annotations
 
 import functools
-import platform
 import statistics
 import textwrap
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
 from fusedce.tools import table
+from fusedce.tools.doctor import device_name
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Progress = Callable[[str], None]
@@ -63,13 +63,10 @@ def bench(
     ]
     for row in rows[1:]:
         progress(f"memory of {row['name']}, in a process of its own")
-        # the peak above the level before the call
         row["extra_bytes"] = peak_extra_bytes(
             "fusedce.tools.bench:prepare", {"name": row["name"], **target}, device=device
         )
-    threads = f"{torch.get_num_threads()} threads"
-    gpu = None if on_cpu else torch.get_device_module(device).get_device_name(device)
-    machine = gpu or f"{platform.machine()}, {threads}"
+    machine = device_name(torch.device(device))
     where = f"{machine}; torch {torch.__version__}; {repeats} rounds; a quarter of labels ignored"
     return {
         "shape": shape,  # N, H, V
@@ -172,11 +169,6 @@ def eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight).float(), labels)
 
 
-def compiled_eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """:func:`eager` through ``torch.compile``."""
-    return _compiled()(hidden, weight, labels)
-
-
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
     return torch.compile(eager)  # here, since the compiler's import takes seconds
@@ -243,7 +235,7 @@ COMPILED = "compiled eager"
 IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
     "fused_ce": fused_ce,
     "eager": eager,
-    COMPILED: compiled_eager,
+    COMPILED: lambda *inputs: _compiled()(*inputs),
     "F.linear_cross_entropy": torch_chunked,
     "F.linear_cross_entropy, 4096": functools.partial(torch_chunked, batch_chunk_size=4096),
     "Liger-Kernel": liger,

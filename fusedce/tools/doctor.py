@@ -42,7 +42,7 @@ def report() -> dict[str, Any]:
     devices: list[dict[str, Any]] = [
         {
             "device": str(device),
-            "name": _device_name(device),
+            "name": device_name(device),
             "backends": _backend_lines(device),
             "checks": [_check(device, dtype) for dtype in TOLERANCE],
         }
@@ -152,7 +152,8 @@ def _backend_lines(device: torch.device) -> list[str]:
     ]
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """The name of a device, with what its speed depends on."""
     if device.type == "cpu":
         return f"{platform.machine()}, {torch.get_num_threads()} threads"
     name = torch.get_device_module(device).get_device_name(device)

@@ -8,7 +8,7 @@ class needs torch.
 from __future__ import annotations
 
 import textwrap
-from typing import Any, NamedTuple
+from typing import Any
 
 from fusedce.backends.plan import (
     EXP_GEMM_H,
@@ -26,20 +26,14 @@ GiB = 2**30
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-class Device(NamedTuple):
-    """Memory of a GPU, and whether one GEMM makes its exponentials."""
-
-    memory: int  # bytes
-    gemm_block: int = 0  # classes of a block where one GEMM makes the exponentials; 0: never
-
-
-DEVICES = {
-    "A100": Device(80 * GiB),
-    "H100": Device(80 * GiB, gemm_block=256),
-    "H200": Device(139 * GiB, gemm_block=256),
-    "B200": Device(180 * GiB, gemm_block=256),
-    "MI300X": Device(192 * GiB),
-    "RTX 4090": Device(24 * GiB),
+Device = tuple[int, int]  # bytes; classes of a block where one GEMM makes the exponentials, or 0
+DEVICES: dict[str, Device] = {
+    "A100": (80 * GiB, 0),
+    "H100": (80 * GiB, 256),
+    "H200": (139 * GiB, 256),
+    "B200": (180 * GiB, 256),
+    "MI300X": (192 * GiB, 0),
+    "RTX 4090": (24 * GiB, 0),
 }
 
 
@@ -89,8 +83,9 @@ def call(N: int, H: int, V: int, b: int, device: Device | None) -> Call:
     """
     if device is None:
         return Call(N, N, V, H, b, 4, on_cpu=True, triton=False, budget=device_budget(None))
-    gemm_block = device.gemm_block if H <= EXP_GEMM_H else 0
-    return Call(N, N, V, H, b, b, budget=device_budget(device.memory), gemm_block=gemm_block)
+    memory, block = device
+    gemm_block = block if H <= EXP_GEMM_H else 0
+    return Call(N, N, V, H, b, b, budget=device_budget(memory), gemm_block=gemm_block)
 
 
 def frontier(asked: Call) -> list[dict[str, Any]]:

@@ -72,7 +72,7 @@ WRONG_NUMBERS = ["", "x", "0", "-1", "1.5", "nan", "inf"]
         (["plan", "LlamaForCausal"], "did you mean LlamaForCausalLM"),
         *[(["plan", "64,1000", f"--tokens={n}"], "'--tokens'") for n in WRONG_NUMBERS],
         (["plan", "64,1000", "--tokens", "9" * 20], "'--tokens'"),
-        *[(["plan", x], "H,V must be at least 1 each") for x in ("0,5", "0,8")],
+        *[(["plan", x], "H,V must be integers, each at least 1") for x in ("0,5", "0,8")],
         (["plan", ""], "''"),
         *[(["plan", x], x) for x in ("-x", "1,2,3", "nan,8")],
         (["plan", "vit"], "names no hidden size and vocabulary"),
@@ -83,9 +83,9 @@ WRONG_NUMBERS = ["", "x", "0", "-1", "1.5", "nan", "inf"]
         (["plan"], "Missing argument 'MODEL'"),
         (["check", "no/such/folder"], "there is no folder or file"),
         (["check", "64,1000"], "is no folder, file, class or model type"),
-        *[(["bench", f"--shape={x}"], "--shape must be N,H,V") for x in ("", "1,2", "1²,2,3")],
-        *[(["bench", f"--shape={x}"], "each at least 1, got") for x in ("0,8,9", "-1,8,9")],
-        *[(["bench", f"--shape={x}"], "--shape") for x in ("1.5,8,9", "nan,8,9", "1,8,")],
+        *[(["bench", f"--shape={x}"], "N,H,V must be integers") for x in ("", "1,2", "1²,2,3")],
+        *[(["bench", f"--shape={x}"], "each at least 1") for x in ("0,8,9", "-1,8,9")],
+        *[(["bench", f"--shape={x}"], "N,H,V") for x in ("1.5,8,9", "nan,8,9", "1,8,")],
         *[(["bench", f"--repeats={n}"], "--repeats") for n in WRONG_NUMBERS],
         *[
             (["bench", f"--device={x}"], f"--device: cannot use '{x}'")

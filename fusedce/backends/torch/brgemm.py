@@ -1,11 +1,12 @@
-"""Products of bfloat16 matrices with float32 results by oneDNN's kernel, for CPUs without AMX.
+"""Products of bfloat16 matrices with float32 results by oneDNN's kernel, for AMD's CPUs.
 
 `torch.mm` rounds a product of bfloat16 to bfloat16, which would cost the loss its exactness, and
-widened operands take twice the time. The kernel behind both, ``brgemm``, has float32 results; torch
-exports it as ``at::native::cpublas::brgemm`` for its own attention. No torch version promises that
-symbol: without it, in a version older than those that were tried, or where its answer is wrong,
-products are of widened operands. Its mangled name holds the types of all parameters, so another
-signature is another name.
+widened operands take twice the time there. (On Intel's CPUs without AMX a product of bfloat16 takes
+longer than one of float32: `bench/LOG.md`.) The kernel behind both, ``brgemm``, has float32
+results; torch exports it as ``at::native::cpublas::brgemm`` for its own attention. No torch version
+promises that symbol: without it, in a version older than those that were tried, or where its answer
+is wrong, products are of widened operands. Its mangled name holds the types of all parameters, so
+another signature is another name.
 
 The kernel runs on one thread a call and reads the second operand in pairs of rows. So a product is
 made from blocks, which the threads of torch's own OpenMP pool take by turns: other threads would
@@ -34,7 +35,7 @@ _TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def usable() -> bool:
-    """Whether oneDNN multiplies bfloat16 by instructions of this CPU, and it is not AMX.
+    """Whether oneDNN multiplies bfloat16 by fast instructions of this CPU, and it is not AMX.
 
     Asked before every product: the kernel ends the process where oneDNN is switched off.
     """
@@ -44,7 +45,7 @@ def usable() -> bool:
 def _allowed() -> bool:
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", ""))
     limit = limit.strip().upper()
-    if torch.__version__ < _TRIED or not cpu_has("_is_avx512_bf16_supported"):
+    if torch.__version__ < _TRIED or not (cpu_has("_is_avx512_bf16_supported") and of_amd()):
         return False
     if cpu_has("_is_amx_tile_supported"):  # with AMX the kernel wants another layout
         return limit in ("AVX512_CORE_BF16", "AVX512_CORE_FP16")
@@ -55,6 +56,15 @@ def cpu_has(name: str) -> bool:
     """Whether this CPU has what a function of ``torch.cpu`` asks for."""
     probe = getattr(torch.cpu, name, None)
     return probe is not None and bool(probe())
+
+
+@functools.cache
+def of_amd() -> bool:
+    """Whether AMD made this CPU, as Linux says."""
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
 
 
 @functools.cache

@@ -2,15 +2,15 @@
 
 A loss needs products of bfloat16 matrices with float32 results, which no operator of torch has on a
 CPU. Two libraries that torch carries have them. MKL's ``gemm_bf16bf16f32`` takes about as long as a
-bfloat16 product with AMX; without, longer than a float32 one. oneDNN's ``brgemm`` does with AVX-512
-and bfloat16 instructions (`fusedce.backends.torch.brgemm`). Both read bfloat16, add in float32 and
+bfloat16 product with AMX; without, longer than a float32 one. oneDNN's ``brgemm`` does with AMD's
+AVX-512 instructions (`fusedce.backends.torch.brgemm`). Both read bfloat16, add in float32 and
 change no setting of the process.
 
 =====================  ===============================  ===============================
 inputs                 logits                           gradients
 =====================  ===============================  ===============================
 bf16, AMX              MKL: float32 results             MKL: float32 results
-bf16, AVX512_BF16      oneDNN: float32 results          oneDNN: float32 results
+bf16, AMD AVX512_BF16  oneDNN: float32 results          oneDNN: float32 results
 bf16, CUDA             bf16 operands, float32 result    bf16 operands, float32 result
 bf16 otherwise         widened to float32               widened to float32
 fp16                   widened (CUDA: as bf16)          widened to float32

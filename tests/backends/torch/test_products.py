@@ -16,14 +16,22 @@ WAYS = {"MKL": products.MKL, "oneDNN": products.ONEDNN, "widened bf16": None}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+@pytest.fixture
+def any_maker(monkeypatch):
+    """oneDNN's kernel wherever the CPU has its instructions, slow ones too."""
+    monkeypatch.setattr(brgemm, "of_amd", lambda: True)
+    if not brgemm.usable():
+        pytest.skip("oneDNN has no kernel for this CPU")
+
+
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
     """Each way to multiply bfloat16, on any CPU."""
     gemm = WAYS[request.param]
     if gemm is products.MKL and products._gemm_of_mkl() is None:
         pytest.skip("this torch has no MKL")
-    if gemm is products.ONEDNN and not brgemm.usable():
-        pytest.skip("oneDNN has no kernel for this CPU")
+    if gemm is products.ONEDNN:
+        request.getfixturevalue("any_maker")
     off = products.ONEDNN  # where a test switches oneDNN off
     monkeypatch.setattr(
         products, "bf16_gemm", lambda: None if gemm is off and not brgemm.usable() else gemm
@@ -136,6 +144,7 @@ def test_onednns_kernel_is_asked_only_where_it_can_run(monkeypatch):
     found = {"_is_avx512_bf16_supported": True, "_is_amx_tile_supported": False}
     monkeypatch.setattr(brgemm, "cpu_has", lambda name: found[name])
     monkeypatch.setattr(brgemm, "library", lambda: (None, None))
+    monkeypatch.setattr(brgemm, "of_amd", lambda: True)
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
@@ -149,11 +158,14 @@ def test_onednns_kernel_is_asked_only_where_it_can_run(monkeypatch):
         assert not brgemm.usable()
     found["_is_amx_tile_supported"] = True
     assert not brgemm.usable()
+    found["_is_amx_tile_supported"] = False
+    monkeypatch.setattr(brgemm, "of_amd", lambda: False)
+    assert not brgemm.usable()  # Intel's instructions are slower than those of float32
     found.update(dict.fromkeys(found, False))
     assert not brgemm.usable()
 
 
-@pytest.mark.skipif(not brgemm.usable(), reason="oneDNN has no kernel for this CPU")
+@pytest.mark.usefixtures("any_maker")
 @pytest.mark.parametrize("threads", [1, 3])
 def test_blocks_of_onednns_products_meet(threads):
     """Rows, columns and inner entries of several blocks and a rest; an odd number of pairs."""
