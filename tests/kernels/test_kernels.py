@@ -18,10 +18,6 @@ from fusedce.contract.labels import bad_label_message
 from fusedce.contract.problem import Problem, Task, Wanted
 from fusedce.testing import Case, check
 
-# Blocks of the interpreter's configuration. None divides the shapes below, whose largest has a last
-# block after three of rows, two of columns and five of the vocabulary, and three chunks.
-BLOCKS = (32, 64, 32)
-
 
 @pytest.mark.parametrize(
     ("N", "H", "V"),

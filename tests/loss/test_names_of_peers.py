@@ -16,7 +16,6 @@ from fusedce import (
 )
 from fusedce.testing import OPTIONS, cases
 
-BACKENDS = ["torch", "triton"]
 H, V = 8, 13
 
 
