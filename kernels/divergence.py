@@ -11,8 +11,8 @@ With ``d = log p - log q`` everything is made from ``big = max(p, q)`` and ``e =
 see :mod:`fusedce.backends.torch.divergence`, which adds to every class the same terms that sum to
 0, so that nothing cancels near equality. ``k = |d| + e`` is a series there.
 
-Bytes moved a class: 8 each time that the rows are read and 2 or 4 to store (4 more where a bias sums
-the gradient), beside 8 H FLOPs of the products.
+Bytes moved a class: 8 each time that the rows are read, 2 or 4 to store and 4 more where a bias
+sums the gradient, beside 8 H FLOPs of the products.
 """
 
 import triton
