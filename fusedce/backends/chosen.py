@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fusedce.backends.gradients import call_of, check_budget
 from fusedce.backends.shards.collectives import all_reduce, sharded_call
-from fusedce.contract.labels import bad_label_code, bad_label_message
+from fusedce.contract.labels import used_tokens
 from fusedce.contract.problem import Problem, Projection, Shard, Wanted, acc_dtype
 
 _BUDGET = 64 * 2**20  # bytes that are held at a time, at most
@@ -127,9 +127,5 @@ def in_range(problem: Problem, classes: Tensor, V: int | None = None) -> tuple[T
     V = problem.weight.shape[0] if V is None else V
     valid = problem.but(labels=classes).valid()
     if classes.device.type == "cpu":
-        bad = (valid & ((classes < 0) | (classes >= V))).reshape(-1)
-        if bad.any():
-            at, own = bad.nonzero()[0, 0], classes.reshape(-1)
-            code = int(bad_label_code(at, own[at].long()))
-            raise ValueError(bad_label_message(code, V, problem.ignore_index, own))
+        used_tokens(problem.but(labels=classes.reshape(-1), token_weight=None), V)
     return valid, classes.long().clamp(0, V - 1)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fusedce.contract.checks import can_be_read, check_ignore_index, check_int, check_labels
 from fusedce.contract.explain import not_a_tensor
+from fusedce.contract.problem import Problem
 
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 
@@ -178,3 +179,31 @@ def bad_label_message(
         f"labels must hold class indices in 0 <= label < {limit}{ignored}: "
         f"got {got} at flattened position {position}{hint}"
     )
+
+
+def used_tokens(problem: Problem, V: int | None = None) -> tuple[Tensor, Tensor]:
+    """``(N,)`` bool: tokens with a label to predict and a weight other than 0; the former's number.
+
+    A bad label raises on a CPU; elsewhere the number is a negative code (see `LossSum`) and the
+    label's logit NaN, as with the Triton backend, and nothing waits for the device. ``V``: the
+    number of classes, where it is not that of the rows of ``weight``.
+    """
+    V = problem.weight.shape[0] if V is None else V
+    labels, valid = problem.labels, problem.valid()
+    bad = valid & ((labels < 0) | (labels >= V))
+    n_valid = count_or_code(labels, valid, bad)
+    if labels.device.type == "cpu" and n_valid < 0:
+        raise ValueError(bad_label_message(int(n_valid), V, problem.ignore_index, labels))
+    if problem.token_weight is not None:
+        valid = valid & ((problem.token_weight != 0) | bad)
+    return valid, n_valid
+
+
+def count_or_code(labels: Tensor, valid: Tensor, bad: Tensor) -> Tensor:
+    """``()`` int64: the number of ``valid`` tokens, or the code of the first bad label."""
+    n_valid = valid.sum()
+    if not len(labels):
+        return n_valid
+    first = bad.int().argmax(0)
+    code = bad_label_code(first, labels.gather(0, first[None])[0].long())
+    return torch.where(bad.any(), code, n_valid)

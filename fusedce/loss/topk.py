@@ -12,11 +12,11 @@ from fusedce.backends.gradients import call_of
 from fusedce.backends.plan import ROW_MULTIPLE, tiles_of
 from fusedce.backends.shards.agreement import TOPK
 from fusedce.backends.shards.collectives import all_gather
-from fusedce.backends.torch.logit_tiles import Logits, tiles
-from fusedce.backends.torch.rows import blocks_of, valid_rows
+from fusedce.backends.torch.logit_tiles import Logits, blocks_of, tiles
 from fusedce.contract.checks import check_int
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
+from fusedce.contract.labels import used_tokens
 from fusedce.contract.objective import folded
 from fusedce.contract.problem import Problem, Projection, Shard, Wanted
 from fusedce.contract.results import TopK
@@ -124,7 +124,7 @@ def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor
     top = problem.hidden.new_full((len(problem.labels), k), -torch.inf, dtype=logits.head.acc)
     at = torch.full_like(top, V if shard is None else shard.V, dtype=torch.int64)
     lses = torch.full_like(top[:, :1], -torch.inf, dtype=torch.float64)
-    rows = valid_rows(problem, max(V, 1))[0]
+    rows = used_tokens(problem, max(V, 1))[0].nonzero()[:, 0]
     call = call_of(problem, Wanted(), len(rows))
     # a tile's rows, the largest of them, and what is compared with them
     call = call._replace(V=max(V, 1), copies=call.copies + 3)

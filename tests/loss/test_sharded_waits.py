@@ -12,10 +12,9 @@ import torch
 from fusedce.backends.choose import get_backend
 from fusedce.backends.shards import collectives
 from fusedce.backends.shards.tokens import OfShard
-from fusedce.backends.torch.rows import count_or_code
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.archs import BY_NAME
-from fusedce.contract.labels import bad_label_code
+from fusedce.contract.labels import bad_label_code, count_or_code
 from fusedce.contract.problem import Problem, Shard, Wanted
 
 N, H, V = 12, 8, 10

@@ -177,7 +177,7 @@ def nll_and_lse(
 ) -> tuple[Tensor, Tensor]:
     """``(n,)`` float64 each: the label's negative log-probability, and the log-sum-exp, in nats.
 
-    Both are NaN for a label that is no class (see :func:`fusedce.backends.torch.rows.valid_rows`).
+    Both are NaN for a label that is no class (see :func:`fusedce.contract.labels.used_tokens`).
     """
     z_label = z_labels.amax(0).masked_fill(~known, math.nan)
     gap = others - z_label

@@ -23,7 +23,7 @@ from fusedce.backends.shards.collectives import (
     nll_and_lse,
     of_ranks,
 )
-from fusedce.backends.torch.rows import used_tokens
+from fusedce.contract.labels import used_tokens
 from fusedce.contract.objective import Stats, Upstream
 from fusedce.contract.problem import Problem, Shard, Wanted, acc_dtype
 

@@ -38,9 +38,17 @@ from fusedce.backends.shards.collectives import (
     sharded_call,
     sums,
 )
-from fusedce.backends.torch.logit_tiles import Logits, Sums, TileStats, maxima, tiles, write_labels
+from fusedce.backends.torch.logit_tiles import (
+    Logits,
+    Sums,
+    TileStats,
+    chunks_of,
+    maxima,
+    tiles,
+    write_labels,
+)
 from fusedce.backends.torch.products import Products
-from fusedce.backends.torch.rows import chunks_of, valid_rows
+from fusedce.contract.labels import used_tokens
 from fusedce.contract.objective import expected_upstream
 from fusedce.contract.problem import (
     FORWARD,
@@ -63,7 +71,8 @@ def divergence_and_grads(task: Task) -> Summed:
     """
     problem, wanted, divergence, shard = task
     assert divergence is not None
-    rows, n_valid = valid_rows(problem, None if shard is None else shard.V)
+    used, n_valid = used_tokens(problem, None if shard is None else shard.V)
+    rows = used.nonzero()[:, 0]
     call = call_of(problem, wanted, len(rows), waiting(problem))
     if shard is not None:
         call = sharded_call(problem, shard, len(rows))

@@ -1,4 +1,4 @@
-"""Tiles of logits, and the statistics that are gathered from them tile by tile."""
+"""Chunks of tokens, tiles of their logits, and the statistics gathered from these tile by tile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fusedce.backends.plan import Way
+from fusedce.backends.plan import ROW_MULTIPLE, Way
 from fusedce.backends.torch.products import Products
 from fusedce.contract.problem import Projection
 
@@ -18,7 +18,29 @@ from fusedce.contract.problem import Projection
 HIGHEST = math.exp(40)
 NEAR = 15  # nats: logits of that size have exponentials near 1, as far as a float32 goes
 SAMPLE = 64  # classes of whose logits the first reference is the largest
+Rows = slice | Tensor  # of a matrix; as a slice where they stand side by side
 _ELEMENTS, _LEAST = 2**19, 256  # of a tile where its products take no longer than a pass over it
+
+
+def chunks_of(rows: Tensor, size: int) -> tuple[Tensor, ...]:
+    """``rows`` in chunks; none at all where there is no row."""
+    return rows.split(size) if len(rows) else ()
+
+
+def blocks_of(rows: Tensor, size: int) -> Iterator[Rows]:
+    """``rows`` in blocks whose lengths are multiples of `ROW_MULTIPLE`, where ``size`` is one.
+
+    The last block repeats its last row: libraries compute the last few rows of a matrix with other
+    instructions, and a token would have other bits there.
+    """
+    for block in chunks_of(rows, size):
+        missing = 0 if size % ROW_MULTIPLE else -len(block) % ROW_MULTIPLE
+        if missing:
+            yield torch.cat([block, block[-1:].expand(missing)])
+        elif block.device.type == "cpu" and block[-1] - block[0] == len(block) - 1:
+            yield slice(int(block[0]), int(block[-1]) + 1)
+        else:
+            yield block
 
 
 def tiles(V: int, step: int) -> Iterator[tuple[int, int]]:

@@ -3,8 +3,8 @@
 A loss needs products of bfloat16 matrices with float32 results, which no operator of torch has on a
 CPU. Two libraries that torch carries have them. MKL's ``gemm_bf16bf16f32`` takes about as long as a
 bfloat16 product with AMX; without, longer than a float32 one. oneDNN's ``brgemm`` does with AMD's
-AVX-512 instructions (`fusedce.backends.torch.brgemm`). Both read bfloat16, add in float32 and
-change no setting of the process.
+AVX-512 instructions; Intel's without AMX are slower than float32's. Both read bfloat16, add in
+float32 and change no setting of the process.
 
 =====================  ===============================  ===============================
 inputs                 logits                           gradients
@@ -31,19 +31,26 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 import re
-import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedce.backends.torch import brgemm
 from fusedce.contract.problem import acc_dtype
 
 _BLOCK = 2**22  # elements of a product that waits in memory of its own to be added
+
+_MKL = "gemm_bf16bf16f32_"
+_BRGEMM = "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb"
+_ROWS, _COLUMNS, _INNER = 256, 1024, 1024  # of a block of oneDNN: what a core's own cache holds
+_PACKED = 2**20  # elements of the second operand that are packed at a time
+_TRIED = "2.13"  # the oldest version of torch with which oneDNN's kernel was run
+_TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class Products(NamedTuple):
@@ -112,6 +119,14 @@ class Products(NamedTuple):
         return widened and both and bool(onednn.enabled)
 
 
+def _reduced_precision() -> bool:
+    """Whether the user lets float32 products of a CPU round their operands."""
+    matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
+    if hasattr(matmul, "fp32_precision"):
+        return matmul.fp32_precision not in ("none", "ieee")
+    return torch.get_float32_matmul_precision() == "medium"
+
+
 class Bf16(NamedTuple):
     """A product of bf16 matrices with a float32 result."""
 
@@ -127,55 +142,13 @@ def bf16_gemm() -> Bf16 | None:
     """
     if _amx_for_mkl():
         return _checked(MKL)
-    return _checked(ONEDNN) if brgemm.usable() else None
-
-
-def _by_mkl(
-    a: Tensor,  # (m, k)
-    b: Tensor,  # (k, n)
-    out: Tensor,  # (m, n) fp32
-    *,
-    add: bool = False,
-) -> None:
-    """``out (+)= a @ b``, as Fortran sees it: ``out.T (+)= b.T @ a.T``.
-
-    The Fortran form takes pointers to its integers: on a little-endian machine 64-bit ones are read
-    right by libraries with 32-bit and with 64-bit integers. The call lets other threads run.
-    """
-    gemm, (m, k), n = _gemm_of_mkl(), a.shape, b.shape[1]
-    assert gemm is not None
-    (of_a, a, stride_a), (of_b, b, stride_b) = _by_rows(a), _by_rows(b)
-    integer, real = ctypes.c_int64, ctypes.c_float
-    gemm(
-        of_b, of_a, *(ctypes.byref(integer(x)) for x in (n, m, k)), ctypes.byref(real(1)),
-        ctypes.c_void_p(b.data_ptr()), ctypes.byref(integer(stride_b)),
-        ctypes.c_void_p(a.data_ptr()), ctypes.byref(integer(stride_a)),
-        ctypes.byref(real(1 if add else 0)),
-        ctypes.c_void_p(out.data_ptr()), ctypes.byref(integer(n)),
-    )  # fmt: skip
-
-
-def _gemm_of_mkl() -> Callable[..., None] | None:
-    return brgemm.of_torch("gemm_bf16bf16f32_") if sys.byteorder == "little" else None
-
-
-def _by_rows(x: Tensor) -> tuple[bytes, Tensor, int]:
-    """A matrix whose rows, or whose columns (``T``), have neighbouring elements; its stride."""
-    for letter, y in ((b"N", x), (b"T", x.t())):
-        if y.stride(1) == 1 and y.stride(0) >= y.shape[1]:
-            return letter, x, y.stride(0)
-    x = x.contiguous()
-    return b"N", x, max(x.stride(0), x.shape[1])
-
-
-MKL = Bf16("MKL's gemm_bf16bf16f32 (AMX)", _by_mkl)
-ONEDNN = Bf16("oneDNN's brgemm (AVX512_BF16)", brgemm.multiply)
+    return _checked(ONEDNN) if onednn_usable() else None
 
 
 @functools.cache
 def _checked(gemm: Bf16) -> Bf16 | None:
     """The product, if it is there and right."""
-    if gemm is MKL and _gemm_of_mkl() is None:
+    if gemm is MKL and of_torch(_MKL) is None:
         return None
     # A user's default dtype and device are not those of the library.
     cpu: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
@@ -190,17 +163,173 @@ def _checked(gemm: Bf16) -> Bf16 | None:
     return gemm
 
 
+def cpu_has(name: str) -> bool:
+    """Whether this CPU has what a function of ``torch.cpu`` asks for."""
+    probe = getattr(torch.cpu, name, None)
+    return probe is not None and bool(probe())
+
+
+@functools.cache
+def of_torch(name: str) -> Any | None:
+    """A function of the library that holds torch's operators of a CPU; ``None``: it has none."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        function = getattr(ctypes.CDLL(str(path)), name)
+    except (OSError, AttributeError):
+        return None
+    function.restype = None
+    return function
+
+
+# ---- MKL ----------------------------------------------------------------------------------------
+
+
 def _amx_for_mkl() -> bool:
     """Whether MKL uses AMX here: this CPU and system have it, and no variable limits MKL."""
-    if not (brgemm.cpu_has("_is_amx_tile_supported") and brgemm.cpu_has("_init_amx")):
+    if not (cpu_has("_is_amx_tile_supported") and cpu_has("_init_amx")):
         return False
     limits = (os.environ.get(name, "") for name in ("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"))
     return all(re.fullmatch(r"|AUTO|AVX512_E[4-9]", limit.strip().upper()) for limit in limits)
 
 
-def _reduced_precision() -> bool:
-    """Whether the user lets float32 products of a CPU round their operands."""
-    matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
-    if hasattr(matmul, "fp32_precision"):
-        return matmul.fp32_precision not in ("none", "ieee")
-    return torch.get_float32_matmul_precision() == "medium"
+def _by_mkl(
+    a: Tensor,  # (m, k)
+    b: Tensor,  # (k, n)
+    out: Tensor,  # (m, n) fp32
+    *,
+    add: bool = False,
+) -> None:
+    """``out (+)= a @ b``, as Fortran sees it: ``out.T (+)= b.T @ a.T``.
+
+    The Fortran form takes pointers to its integers: on a little-endian machine 64-bit ones are read
+    right by libraries with 32-bit and with 64-bit integers. The call lets other threads run.
+    """
+    gemm, (m, k), n = of_torch(_MKL), a.shape, b.shape[1]
+    assert gemm is not None
+    (of_a, a, stride_a), (of_b, b, stride_b) = _by_rows(a), _by_rows(b)
+    integer, real = ctypes.c_int64, ctypes.c_float
+    gemm(
+        of_b, of_a, *(ctypes.byref(integer(x)) for x in (n, m, k)), ctypes.byref(real(1)),
+        ctypes.c_void_p(b.data_ptr()), ctypes.byref(integer(stride_b)),
+        ctypes.c_void_p(a.data_ptr()), ctypes.byref(integer(stride_a)),
+        ctypes.byref(real(1 if add else 0)),
+        ctypes.c_void_p(out.data_ptr()), ctypes.byref(integer(n)),
+    )  # fmt: skip
+
+
+def _by_rows(x: Tensor) -> tuple[bytes, Tensor, int]:
+    """A matrix whose rows, or whose columns (``T``), have neighbouring elements; its stride."""
+    for letter, y in ((b"N", x), (b"T", x.t())):
+        if y.stride(1) == 1 and y.stride(0) >= y.shape[1]:
+            return letter, x, y.stride(0)
+    x = x.contiguous()
+    return b"N", x, max(x.stride(0), x.shape[1])
+
+
+# ---- oneDNN -------------------------------------------------------------------------------------
+#
+# Torch exports oneDNN's ``brgemm`` as ``at::native::cpublas::brgemm`` for its own attention. No
+# version promises that symbol: without it, in a version older than those that were tried, or where
+# its answer is wrong, products are of widened operands, which take twice the time. The mangled name
+# holds the types of all parameters, so another signature is another name.
+#
+# The kernel runs on one thread a call and reads the second operand in pairs of rows. So a product
+# is made from blocks, which the threads of torch's own OpenMP pool take by turns: other threads
+# would share the cores with that pool, which spins for a while after each of torch's operators.
+
+
+def onednn_usable() -> bool:
+    """Whether oneDNN multiplies bfloat16 by fast instructions of this CPU, and it is not AMX.
+
+    Asked before every product: the kernel ends the process where oneDNN is switched off.
+    """
+    return bool(torch.backends.mkldnn.enabled) and _allowed() and library() is not None
+
+
+def _allowed() -> bool:
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", ""))
+    limit = limit.strip().upper()
+    if torch.__version__ < _TRIED or not (cpu_has("_is_avx512_bf16_supported") and of_amd()):
+        return False
+    if cpu_has("_is_amx_tile_supported"):  # with AMX the kernel wants another layout
+        return limit in ("AVX512_CORE_BF16", "AVX512_CORE_FP16")
+    return re.fullmatch(r"|ALL|DEFAULT|AVX512_CORE_(BF16|FP16|AMX.*)|AVX10.*", limit) is not None
+
+
+@functools.cache
+def of_amd() -> bool:
+    """Whether AMD made this CPU, as Linux says."""
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+@functools.cache
+def library() -> tuple[Callable[..., None], Callable[..., None]] | None:
+    """oneDNN's kernel, and OpenMP's parallel region; ``None`` where torch does not export them."""
+    kernel, parallel = of_torch(_BRGEMM), of_torch("GOMP_parallel")
+    if kernel is None or parallel is None:
+        return None
+    size, flag, pointer = ctypes.c_int64, ctypes.c_bool, ctypes.c_void_p
+    kernel.argtypes = [*[size] * 6, flag, pointer, pointer, pointer, flag]
+    parallel.argtypes = [_TASK, pointer, ctypes.c_uint, ctypes.c_uint]
+    return kernel, parallel
+
+
+def _by_onednn(
+    a: Tensor,  # (m, k) bf16
+    b: Tensor,  # (k, n) bf16
+    out: Tensor,  # (m, n) fp32, contiguous
+    *,
+    add: bool = False,
+) -> None:
+    """``out (+)= a @ b``."""
+    if not onednn_usable():
+        raise RuntimeError("oneDNN was switched off while a loss was computed")
+    k, n = b.shape
+    step = min(_INNER, max(_PACKED // n // 64 * 64, 64))
+    for first in range(0, k, step):
+        some, others = a[:, first : first + step], b[first : first + step]
+        if some.shape[1] % 2:
+            some = torch.nn.functional.pad(some, (0, 1))
+            others = torch.nn.functional.pad(others, (0, 0, 0, 1))
+        if some.stride(1) != 1 or some.stride(0) < some.shape[1]:
+            some = some.contiguous()
+        _multiply_packed(some, _packed(others), out, add=add or first > 0)
+
+
+def _packed(b: Tensor) -> Tensor:
+    """``(k / 2, n, 2)``: ``b (k, n)`` with pairs of rows side by side."""
+    if b.stride(0) == 1 and not b.stride(1) % 2 and not b.storage_offset() % 2:
+        return b.t().view(torch.int32).t().contiguous()  # half as many elements to move
+    return torch.stack((b[0::2], b[1::2]), -1)
+
+
+def _multiply_packed(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
+    found = library()
+    assert found is not None
+    (kernel, parallel), (m, k), n = found, a.shape, out.shape[1]
+    columns_first = itertools.product(range(0, n, _COLUMNS), range(0, m, _ROWS))
+    blocks = [(row, column) for column, row in columns_first]
+    of_a, of_b, of_out = a.data_ptr(), b.data_ptr(), out.data_ptr()
+    stride_a = a.stride(0)
+    threads = min(torch.get_num_threads(), len(blocks))
+    waiting, done = iter(blocks), []
+
+    def task(_: Any) -> None:
+        for row, column in waiting:  # (the next of a list's iterator is one step of Python's)
+            kernel(
+                min(_ROWS, m - row), min(_COLUMNS, n - column), k, stride_a, n, n, add,
+                of_a + 2 * row * stride_a, of_b + 4 * column,
+                of_out + 4 * (row * n + column), True,
+            )  # fmt: skip
+            done.append(row)
+
+    parallel(_TASK(task), None, threads, 0)
+    if len(done) < len(blocks):
+        raise RuntimeError("a thread of torch's pool could not multiply its blocks")
+
+
+MKL = Bf16("MKL's gemm_bf16bf16f32 (AMX)", _by_mkl)
+ONEDNN = Bf16("oneDNN's brgemm (AVX512_BF16)", _by_onednn)

@@ -19,8 +19,16 @@ from torch import Tensor
 
 from fusedce.backends.gradients import Dtypes, Gradients, add_rows, call_of, check_budget
 from fusedce.backends.plan import tiles_of
-from fusedce.backends.torch.logit_tiles import Logits, TileStats, label_entry, tiles, write_labels
-from fusedce.backends.torch.rows import Rows, blocks_of, valid_rows
+from fusedce.backends.torch.logit_tiles import (
+    Logits,
+    Rows,
+    TileStats,
+    blocks_of,
+    label_entry,
+    tiles,
+    write_labels,
+)
+from fusedce.contract.labels import used_tokens
 from fusedce.contract.objective import Stats, Upstream
 from fusedce.contract.problem import Problem, Projection, Wanted, acc_dtype
 
@@ -30,7 +38,8 @@ _LOWEST = -1e4  # nats: a probability of 0, in float64 too
 def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
     """One pass over the logits; holds one tile of them."""
     N, V = len(problem.labels), problem.weight.shape[0]
-    rows, n_valid = valid_rows(problem)
+    used, n_valid = used_tokens(problem)
+    rows = used.nonzero()[:, 0]
     logits = Logits(Projection.of(problem))
     head = logits.head
     device = problem.hidden.device

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, Summed, call_of, waiting
 from fusedce.backends.plan import TILES, tile_classes, tiles_of, way_of
-from fusedce.backends.torch.logit_tiles import Logits, TileStats, references, tiles
+from fusedce.backends.torch.logit_tiles import Logits, TileStats, chunks_of, references, tiles
 from fusedce.backends.torch.products import Products
-from fusedce.backends.torch.rows import chunks_of, valid_rows
 from fusedce.backends.torch.stats_and_grads import token_grads, token_stats
 from fusedce.backends.upstream import loss_in_two_passes
+from fusedce.contract.labels import used_tokens
 from fusedce.contract.objective import expected_upstream, slopes, token_losses
 from fusedce.contract.problem import Problem, Projection, Task, Wanted
 
@@ -39,7 +39,8 @@ _WIDENED = 2**22  # elements of the head's rows whose copy in float32 lies besid
 
 def loss(problem: Problem) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64; holds one tile of logits."""
-    rows, n_valid = valid_rows(problem)
+    used, n_valid = used_tokens(problem)
+    rows = used.nonzero()[:, 0]
     logits = Logits(Projection.of(problem))
     total = torch.zeros((), dtype=torch.float64, device=problem.hidden.device)
     call = call_of(problem, Wanted(), len(rows))
@@ -62,7 +63,8 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
     problem, wanted, *_ = task
     V, H = problem.weight.shape
     device = problem.hidden.device
-    rows, n_valid = valid_rows(problem)
+    used, n_valid = used_tokens(problem)
+    rows = used.nonzero()[:, 0]
     logits = Logits(Projection.of(problem))
     head, products = logits.head, logits.products
     acc, stored = products.acc, products.gradients

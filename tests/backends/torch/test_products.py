@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from support.bounds import logit_rounding
 
 from fusedce import fused_ce, fused_cross_entropy, fused_kl, fused_logprobs
-from fusedce.backends.torch import brgemm, products
+from fusedce.backends.torch import products
 from fusedce.backends.torch.logit_tiles import Logits
 from fusedce.backends.torch.products import Products
 from fusedce.contract.problem import Projection
@@ -19,8 +19,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 @pytest.fixture
 def any_maker(monkeypatch):
     """oneDNN's kernel wherever the CPU has its instructions, slow ones too."""
-    monkeypatch.setattr(brgemm, "of_amd", lambda: True)
-    if not brgemm.usable():
+    monkeypatch.setattr(products, "of_amd", lambda: True)
+    if not products.onednn_usable():
         pytest.skip("oneDNN has no kernel for this CPU")
 
 
@@ -28,13 +28,15 @@ def any_maker(monkeypatch):
 def way(request, monkeypatch):
     """Each way to multiply bfloat16, on any CPU."""
     gemm = WAYS[request.param]
-    if gemm is products.MKL and products._gemm_of_mkl() is None:
+    if gemm is products.MKL and products.of_torch(products._MKL) is None:
         pytest.skip("this torch has no MKL")
     if gemm is products.ONEDNN:
         request.getfixturevalue("any_maker")
     off = products.ONEDNN  # where a test switches oneDNN off
     monkeypatch.setattr(
-        products, "bf16_gemm", lambda: None if gemm is off and not brgemm.usable() else gemm
+        products,
+        "bf16_gemm",
+        lambda: None if gemm is off and not products.onednn_usable() else gemm,
     )
     return request.param
 
@@ -109,7 +111,7 @@ def test_products_are_written_or_added(dtype, how, shape):
 
 
 def test_a_limit_on_mkl_is_obeyed(monkeypatch):
-    monkeypatch.setattr(brgemm, "cpu_has", lambda name: True)
+    monkeypatch.setattr(products, "cpu_has", lambda name: True)
     for name in ("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"):
         monkeypatch.delenv(name, raising=False)
     assert products._amx_for_mkl()
@@ -126,14 +128,14 @@ def test_a_limit_on_mkl_is_obeyed(monkeypatch):
 
 
 def test_a_product_that_is_wrong_is_not_taken(monkeypatch):
-    if products._gemm_of_mkl() is None:
+    if products.of_torch(products._MKL) is None:
         pytest.skip("this torch has no MKL")
     monkeypatch.setattr(products, "_amx_for_mkl", lambda: True)
     products._checked.cache_clear()
     try:
         assert products.bf16_gemm() is products.MKL
         products._checked.cache_clear()
-        monkeypatch.setattr(products, "_gemm_of_mkl", lambda: lambda *args: None)
+        monkeypatch.setattr(products, "of_torch", lambda name: lambda *args: None)
         assert products.bf16_gemm() is None
     finally:
         products._checked.cache_clear()
@@ -142,9 +144,9 @@ def test_a_product_that_is_wrong_is_not_taken(monkeypatch):
 def test_onednns_kernel_is_asked_only_where_it_can_run(monkeypatch):
     """Where it cannot, it ends the process instead of raising."""
     found = {"_is_avx512_bf16_supported": True, "_is_amx_tile_supported": False}
-    monkeypatch.setattr(brgemm, "cpu_has", lambda name: found[name])
-    monkeypatch.setattr(brgemm, "library", lambda: (None, None))
-    monkeypatch.setattr(brgemm, "of_amd", lambda: True)
+    monkeypatch.setattr(products, "cpu_has", lambda name: found[name])
+    monkeypatch.setattr(products, "library", lambda: (None, None))
+    monkeypatch.setattr(products, "of_amd", lambda: True)
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
@@ -152,17 +154,17 @@ def test_onednns_kernel_is_asked_only_where_it_can_run(monkeypatch):
                                ("AVX512_CORE_BF16", True), ("AVX2_VNNI_2", False)):  # fmt: skip
             with monkeypatch.context() as patch:
                 patch.setenv(name, limit)
-                assert brgemm.usable() == allowed, (name, limit)
-    assert brgemm.usable()
+                assert products.onednn_usable() == allowed, (name, limit)
+    assert products.onednn_usable()
     with torch.backends.mkldnn.flags(enabled=False):
-        assert not brgemm.usable()
+        assert not products.onednn_usable()
     found["_is_amx_tile_supported"] = True
-    assert not brgemm.usable()
+    assert not products.onednn_usable()
     found["_is_amx_tile_supported"] = False
-    monkeypatch.setattr(brgemm, "of_amd", lambda: False)
-    assert not brgemm.usable()  # Intel's instructions are slower than those of float32
+    monkeypatch.setattr(products, "of_amd", lambda: False)
+    assert not products.onednn_usable()  # Intel's instructions are slower than those of float32
     found.update(dict.fromkeys(found, False))
-    assert not brgemm.usable()
+    assert not products.onednn_usable()
 
 
 @pytest.mark.usefixtures("any_maker")
@@ -178,8 +180,8 @@ def test_blocks_of_onednns_products_meet(threads):
             exact = a.double() @ b.double()
             for x, y in ((a, b), (a.t().contiguous().t(), b.t().contiguous().t())):
                 out = torch.full((m, n), torch.nan)
-                brgemm.multiply(x, y, out)
-                brgemm.multiply(x, y, out, add=True)
+                products.ONEDNN.multiply(x, y, out)
+                products.ONEDNN.multiply(x, y, out, add=True)
                 bound = 2 * logit_rounding(a, y.t())
                 torch.testing.assert_close(out.double(), 2 * exact, rtol=0, atol=bound)
     finally:
