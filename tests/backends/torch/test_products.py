@@ -145,6 +145,7 @@ def test_onednns_kernel_is_asked_only_where_it_can_run(monkeypatch):
     monkeypatch.setattr(brgemm, "cpu_has", lambda name: found[name])
     monkeypatch.setattr(brgemm, "library", lambda: (None, None))
     monkeypatch.setattr(brgemm, "of_amd", lambda: True)
+    monkeypatch.setattr(brgemm, "_TRIED", "2.0")
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
