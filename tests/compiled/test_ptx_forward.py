@@ -55,7 +55,7 @@ def in_blocks(gpu, dtype=BF16, **fields):
     name = "four_bytes" if dtype == FP32 else "two_bytes"
     walks = getattr(gpu.row, name)
     chosen = {k: getattr(walks, k)._replace(**fields) for k in ("forward", "forward_with_options")}
-    gpu.row = gpu.row._replace(**{name: walks._replace(**chosen, narrow_up_to=0)})
+    gpu.row = gpu.row._replace(**{name: walks._replace(**chosen)})
 
 
 # ---- values -----------------------------------------------------------------------------------
@@ -108,9 +108,7 @@ def every_choice():
     for name in ("sm_90", "sm_80"):
         for size in (2, 4):
             walks = archs.BY_NAME[name].walks(size)
-            for blocks in dict.fromkeys((*walks[:6], walks.forward_narrow)):
-                if blocks is None:
-                    continue
+            for blocks in dict.fromkeys(filter(None, walks[:6])):
                 yield pytest.param(name, size, blocks, id=f"{name}-{size}-{tuple(blocks)}")
 
 

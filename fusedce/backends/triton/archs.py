@@ -47,8 +47,6 @@ class Walks(NamedTuple):
     stats_with_options: Blocks  # and the mean of the logits, class weights
     gemm: Blocks | None = None  # the product whose epilogue writes exponentials; None: cuBLAS's
     gemm_with_options: Blocks | None = None  # and argmax
-    forward_narrow: Blocks | None = None  # of `forward` up to a hidden size of narrow_up_to
-    narrow_up_to: int = 0
     # Hidden size up to which training uses it. It saves writing and reading float32 tiles, 8 bytes
     # a logit; its main loop is slower than cuBLAS's, which costs time in proportion to H. On paper
     # it wins up to 2304 on sm_90, if the main loop reaches 0.78 of cuBLAS's rate.
@@ -116,18 +114,6 @@ def rows_in_waves(C: int, columns: int, most: int, processors: int) -> int:
     return min(range(most // 128 * 128, most // 2, -128), key=waves, default=most)
 
 
-def forward_blocks(walks: Walks, H: int, options: bool) -> Blocks:
-    """Blocks of the forward kernel for rows that are aligned to 16 bytes.
-
-    Small hidden sizes have a short main loop, so that the epilogue counts: there two programs
-    share a multiprocessor, and one's epilogue runs beside the other's products.
-    """
-    if options:
-        return walks.forward_with_options
-    narrow = walks.forward_narrow
-    return walks.forward if narrow is None or walks.narrow_up_to < H else narrow
-
-
 def _same(blocks: Blocks) -> Walks:
     return Walks(blocks, blocks, blocks, blocks)
 
@@ -157,14 +143,9 @@ _HOPPER_TWO = Walks(
     gemm=_HOPPER,
     gemm_with_options=_HOPPER_SMALL,
     gemm_up_to=plan.EXP_GEMM_H,
-    forward_narrow=Blocks(128, 128, 64, 4, 3, DESCRIPTOR=True),  # two programs a multiprocessor
-    narrow_up_to=1024,
 )
 _BLACKWELL_TWO = _HOPPER_TWO._replace(
-    forward_with_options=_HOPPER_SMALL,
-    gemm_with_options=_HOPPER_NARROW,
-    forward_narrow=None,
-    narrow_up_to=0,
+    forward_with_options=_HOPPER_SMALL, gemm_with_options=_HOPPER_NARROW
 )
 # With 8 warps, sm_100's compiler spills 80 to 112 bytes of a thread's products.
 _BLACKWELL_FOUR = _same(Blocks(128, 64, 32, 16, 3))

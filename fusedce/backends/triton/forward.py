@@ -36,10 +36,10 @@ def loss(
     """``loss_sum ()`` and ``n_valid ()`` int64."""
     check_budget(problem, call_of(problem, Wanted(), len(problem.labels), triton=True))
     problem = problem.but(labels=problem.labels.contiguous())
-    (N, H), device = problem.hidden.shape, problem.hidden.device
+    N, device = len(problem.hidden), problem.hidden.device
     if blocks is None:
         walks = archs.architecture(device).walks(problem.hidden.element_size())
-        blocks = archs.forward_blocks(walks, H, has_options(problem))
+        blocks = walks.forward_with_options if has_options(problem) else walks.forward
     _, splits = vocabulary_splits(len(problem.weight), blocks)
     row_blocks = -(-N // blocks.BLOCK_N)
     tickets = torch.empty(1 + row_blocks, dtype=torch.int32, device=device)

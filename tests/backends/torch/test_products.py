@@ -147,6 +147,7 @@ def test_onednns_kernel_is_asked_only_where_it_can_run(monkeypatch):
     monkeypatch.setattr(products, "cpu_has", lambda name: found[name])
     monkeypatch.setattr(products, "library", lambda: (None, None))
     monkeypatch.setattr(products, "of_amd", lambda: True)
+    monkeypatch.setattr(products, "_TRIED", "2.0")
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
