@@ -23,7 +23,7 @@ from fusedce.autograd.derivatives import (
 )
 from fusedce.backends import chosen
 from fusedce.backends.choose import Backend, get_backend
-from fusedce.backends.gradients import check_divergence_budget, of_inputs, without_values
+from fusedce.backends.gradients import Gradients, check_divergence_budget, of_inputs
 from fusedce.backends.shards.tokens import OfShard
 from fusedce.backends.upstream import Upstreams, Values, upstream_of
 from fusedce.contract.objective import Stats, token_losses
@@ -185,7 +185,7 @@ def _weighed(problem: Problem, upstream: Tensor | None) -> Problem:
 @_grads.register_fake
 def _(*flat: Any) -> tuple[Tensor, ...]:
     problem, wanted, _, _ = Task.of(flat, Values, Upstreams)[0]
-    return tuple(without_values(problem, wanted, of_inputs(problem)))
+    return Gradients(problem, wanted, dtypes=of_inputs(problem), chunks=1).written()
 
 
 # ---- inside transforms of torch.func ------------------------------------------------------------
