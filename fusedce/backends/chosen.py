@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fusedce.backends.gradients import call_of, check_budget
 from fusedce.backends.shards.collectives import all_reduce, sharded_call
+from fusedce.backends.torch.logit_tiles import Logits
 from fusedce.contract.labels import used_tokens
 from fusedce.contract.problem import Problem, Projection, Shard, Wanted, acc_dtype
 
@@ -88,11 +89,7 @@ def chosen_logits(problem: Problem, classes: Tensor) -> Tensor:
         h = problem.hidden[rows].to(head.acc).masked_fill(~valid[rows].any(1, keepdim=True), 0)
         # (A matrix product might round its operands, where the user allows that for float32.)
         z[rows] = problem.weight[y[rows]].to(head.acc).mul_(h[:, None]).sum(2)
-    if problem.bias is not None:
-        z += problem.bias[y].to(head.acc)
-    z *= problem.logit_scale
-    if problem.softcap is not None:
-        z = problem.softcap * torch.tanh(z / problem.softcap)
+    z = Logits(head).finished(z, y)
     if problem.temperature is not None:
         z = (z / problem.temperature[:, None]).to(head.acc)
     z.masked_fill_(y != classes, math.nan)  # out of range, on devices whose labels are not read

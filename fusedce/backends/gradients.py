@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -164,28 +163,6 @@ class Gradients:
         if wanted.bias and bias is not None:
             self.bias = torch.zeros(bias.shape, dtype=acc, device=device)
 
-    def add_rows(
-        self,
-        y: Tensor,  # (C,) classes, in range
-        h: Tensor,  # (C, H)
-        coefficient: Tensor,  # (C,)
-        add_product: Callable[[Tensor, Tensor], None],
-    ) -> None:
-        """Gradients of the head by single logits: ``weight[y] += coefficient * h``.
-
-        A weight gradient of two bytes holds a product that was rounded, and nearly all of a row
-        may cancel. ``add_product(classes, rows)`` adds that product's rows of some classes (n,),
-        in their order, to ``rows (n, H)`` in float32: the sum is then rounded once.
-        """
-        if self.weight is not None and self.weight.dtype == h.dtype:
-            add_rows(self.weight, y, h * coefficient[:, None])
-        elif self.weight is not None:
-            classes, rows = _summed(y, h * coefficient[:, None])
-            add_product(classes, rows)
-            self.weight[classes] = rows.to(self.weight.dtype)
-        if self.bias is not None:
-            add_rows(self.bias, y, coefficient)
-
     def written(self) -> tuple[Tensor, Tensor, Tensor]:
         """``d_hidden, d_weight, d_bias`` in their dtypes, (0,) where not wanted."""
         d_hidden, d_weight, d_bias = (
@@ -196,16 +173,16 @@ class Gradients:
 
 
 def add_rows(total: Tensor, y: Tensor, rows: Tensor) -> None:
-    """``total[y] += rows``, of one dtype."""
-    if total.device.type == "cpu":
-        total.index_add_(0, y, rows)
-        return
-    unique, summed = _summed(y, rows)  # deterministic everywhere
+    """``total[y] += rows``, of one dtype; deterministic."""
+    unique, summed = by_class(y, rows)
     total[unique] += summed
 
 
-def _summed(y: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def by_class(y: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The unique values of ``y (C,)``, sorted, and the sum of the ``rows (C, ...)`` of each."""
     unique, inverse = y.unique(return_inverse=True)
     summed = rows.new_zeros(len(unique), *rows.shape[1:])
-    return unique, summed.index_put_((inverse,), rows, accumulate=True)  # (sorts first)
+    # Deterministic: on a CPU the one, for it is serial; elsewhere the other, which sorts first.
+    if rows.device.type == "cpu":
+        return unique, summed.index_add_(0, inverse, rows)
+    return unique, summed.index_put_((inverse,), rows, accumulate=True)

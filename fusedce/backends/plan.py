@@ -53,9 +53,11 @@ class Limits(NamedTuple):
     tile_elements: int  # torch backend: of a tile of logits that stay in the cache
     tile_classes: int
     block_tokens: int  # torch backend: of a block of a tile
+    block_multiple: int  # of tokens of a block
 
 
-CPU, DEVICE = Limits(64, 16, 2**20, 1024, 1024), Limits(768, 128, 2**26, 8192, 8192)
+CPU = Limits(64, 16, 2**20, 1024, 1024, ROW_MULTIPLE)
+DEVICE = Limits(768, 128, 2**26, 8192, 8192, 2 * ROW_MULTIPLE)
 ONE_CHUNK, CHUNKS, TILES = WAYS = ("one chunk", "chunks", "tiles")
 
 
@@ -146,7 +148,7 @@ def tiles_of(
     T = tile_classes(call, None, most)
     if call.triton:
         most = call.budget // (T * (4 + call.element))
-    tokens = equal_parts(n, most, _block_multiple(call))
+    tokens = equal_parts(n, most, call.limits.block_multiple)
     return by_tiles(call, tokens if chunk_tokens is None else min(chunk_tokens, n), T)
 
 
@@ -189,7 +191,7 @@ def _ways(call: Call, classes: int) -> list[_Sizes]:
 
 def _tilings(call: Call, classes: int) -> list[_Sizes]:
     """Ways by tiles of at most so many classes: rather narrower than blocks of very few tokens."""
-    step = _block_multiple(call)
+    step = call.limits.block_multiple
     most = max(call.n, 1) if call.triton else min(max(call.n, 1), call.limits.block_tokens)
     most = -(-most // step) * step
     least = {T: min(most, max(step, min(4 * step, T // 4))) for T in _halved(classes)}
@@ -203,11 +205,6 @@ def _halved(classes: int) -> list[int]:
         tiles.append(classes)
         classes //= 2
     return [*tiles, _LEAST_CLASSES]
-
-
-def _block_multiple(call: Call) -> int:
-    """The number that divides the tokens of a block."""
-    return 128 if call.triton else ROW_MULTIPLE
 
 
 # ---- sizes --------------------------------------------------------------------------------------

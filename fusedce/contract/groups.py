@@ -146,7 +146,8 @@ def submesh(mesh: Any, dims: str | Sequence[str]) -> Any:
     group = flat.get_group()
     timeout = timeout_of(dist.group.WORLD)
     if timeout is not None and group is not dist.group.WORLD:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)  # torch gives it a default
+        set_timeout = getattr(dist, "set_timeout", None)  # of torch 2.15
+        (set_timeout or dist.distributed_c10d._set_pg_timeout)(timeout, group)
     return flat
 
 

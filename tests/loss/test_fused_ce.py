@@ -81,6 +81,22 @@ def test_gradients_are_bitwise_repeatable(backend, way):
     torch.testing.assert_close(run(), run(), rtol=0, atol=0)
 
 
+def test_frequent_labels_are_added_in_one_order_by_any_number_of_threads():
+    hidden, weight, _, _ = Case((512,), 576, 64, torch.bfloat16).tensors()
+    weight.requires_grad_()
+    labels = torch.arange(512) % 4
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        found = [
+            torch.autograd.grad(fused_ce(hidden, weight, labels).loss_sum, weight)[0]
+            for _ in range(30)
+        ]
+    finally:
+        torch.set_num_threads(before)
+    assert all(grad.equal(found[0]) for grad in found)
+
+
 @pytest.mark.parametrize("logits", ["flat", "peaked"])
 @pytest.mark.parametrize("chunk_tokens", [None, 40])
 @pytest.mark.parametrize("backend", QUICK_ON_TORCH)

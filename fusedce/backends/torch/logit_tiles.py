@@ -50,22 +50,15 @@ def tiles(V: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def label_entry(y: Tensor, begin: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Where labels ``y (C,)`` stand in a tile ``(rows, C)``, as an index ``(1, C)``; and whether.
-
-    The index is in range for all of them. ``y (K, C)``: both are ``(K, C)``.
-    """
+    """Rows of a tile ``(rows, C)`` where labels ``y (K, C)`` stand, all in range; and whether."""
     local = y - begin
-    inside = (local >= 0) & (local < rows)
-    local = local.clamp(0, rows - 1)
-    return local if y.dim() == 2 else local[None], inside
+    return local.clamp(0, rows - 1), (local >= 0) & (local < rows)
 
 
 def write_labels(tile: Tensor, y: Tensor, begin: int, value: Tensor | float) -> None:
     """Write ``value``, ``(C,)`` or one number, where labels ``y (C,)`` stand in a tile (v, C)."""
-    at, inside = label_entry(y, begin, len(tile))
-    found = tile.gather(0, at)[0]
-    value = value if isinstance(value, Tensor) else torch.full_like(found, value)
-    tile.scatter_(0, at, torch.where(inside, value, found)[None])
+    at, inside = label_entry(y[None], begin, len(tile))
+    tile.scatter_(0, at, torch.where(inside, value, tile.gather(0, at)))
 
 
 class Logits:

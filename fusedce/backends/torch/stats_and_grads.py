@@ -115,11 +115,9 @@ def token_grads(
             g = _gradient(problem, logits, block, h, begin, end)  # (v, R)
             if grads.bias is not None:
                 grads.bias[begin:end] += g.sum(1)
-            tokens = rows[:0]  # whose labels' entries are added apart
-            if gemm != acc:
-                tokens = ((block.y >= begin) & (block.y < end)).nonzero()[:, 0]
+            tokens = ((block.y >= begin) & (block.y < end)).nonzero()[:, 0]
             y = block.y[tokens] - begin
-            entries = g[y, tokens][:, None]
+            entries = g[y, tokens][:, None]  # of the labels, added apart
             g[y, tokens] = 0
             g = g.to(gemm)
             if grads.hidden is not None:

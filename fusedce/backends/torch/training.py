@@ -18,12 +18,10 @@ float32 would have rounded most of the loss away.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, Summed, call_of, waiting
+from fusedce.backends.gradients import Gradients, Summed, add_rows, by_class, call_of, waiting
 from fusedce.backends.plan import TILES, tile_classes, tiles_of, way_of
 from fusedce.backends.torch.logit_tiles import Logits, TileStats, chunks_of, references, tiles
 from fusedce.backends.torch.products import Products
@@ -108,13 +106,14 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
             dh.mul_(factors[:, None])
             dh.addcmul_(problem.weight[y].to(acc), at_label[:, None])
             grads.hidden[chunk] = dh.to(grads.hidden.dtype)
-        scaled = h if grads.weight is None else (h * factors[:, None]).to(stored)
         if grads.weight is not None:
+            scaled = (h * factors[:, None]).to(stored)
             products(exps, scaled, grads.weight, add=number > 0)
+            _add_labels(products, exps, scaled, grads.weight, y, h * at_label[:, None])
         if grads.bias is not None:
             for begin, end in tiles(V, step):
                 grads.bias[begin:end] += torch.mv(exps[begin:end].to(acc), factors)
-        grads.add_rows(y, h, at_label, functools.partial(_add_rows, products, exps, scaled))
+            add_rows(grads.bias, y, at_label)
 
     return Summed(total.to(acc), n_valid, factor, *grads.written())
 
@@ -159,14 +158,24 @@ def _statistics(
     return stats
 
 
-def _add_rows(
+def _add_labels(
     products: Products,
     exps: Tensor,  # (V, C)
     scaled: Tensor,  # (C, H)
-    classes: Tensor,  # (n,)
-    total: Tensor,  # (n, H) in acc
+    weight: Tensor,  # (V, H), holds exps @ scaled
+    y: Tensor,  # (C,) classes, in range
+    rows: Tensor,  # (C, H) in acc
 ) -> None:
-    """Add the rows of ``exps @ scaled`` for some classes, a few at a time."""
+    """``weight[y] += rows``, rounded once.
+
+    A weight gradient of two bytes holds a product that was rounded, and nearly all of a row may
+    cancel. There the product's rows of these classes are computed anew, a few at a time.
+    """
+    if weight.dtype == rows.dtype:
+        add_rows(weight, y, rows)
+        return
+    classes, total = by_class(y, rows)
     step = max(_ROWS // max(scaled.shape), 1)
-    for some, rows in zip(classes.split(step), total.split(step), strict=True):
-        products(exps[some], scaled, rows, add=True)
+    for some, part in zip(classes.split(step), total.split(step), strict=True):
+        products(exps[some], scaled, part, add=True)
+    weight[classes] = total.to(weight.dtype)
