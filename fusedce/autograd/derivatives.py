@@ -31,15 +31,6 @@ def needed_gradients(ctx: Any, record: Any) -> Wanted:
     return Wanted(hidden=needed.hidden, weight=needed.weight, bias=bool(needed.bias))
 
 
-def detached(problem: Problem) -> Problem:
-    """The problem without graph, for operators that have no derivative of their own."""
-    return problem.but(
-        hidden=problem.hidden.detach(),
-        weight=problem.weight.detach(),
-        bias=None if problem.bias is None else problem.bias.detach(),
-    )
-
-
 def transformed() -> bool:
     """Whether a transform of ``torch.func`` is at work."""
     return torch._C._functorch.maybe_current_level() is not None

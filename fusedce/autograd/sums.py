@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd.derivatives import (
-    detached,
     keeps_saved_tensors,
     needed_gradients,
     refuse_second_derivatives,
@@ -49,7 +48,6 @@ def loss_sum(task: Task) -> tuple[Tensor, Tensor, Tensor]:
     """
     problem = task.problem
     with torch.no_grad():
-        task = task.but(problem=detached(problem))
         total, n_valid, argmax, factor, *grads = torch.ops.fusedce.sum(*task.flat())
     if any(task.wanted.gradients()):
         attached: tuple[Any, ...] = (total, factor, problem.hidden, problem.weight, problem.bias)
@@ -90,8 +88,7 @@ class SumWithGrads(NamedTuple):
 def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
     """The sum and the wanted gradients of a problem, without graph."""
     with torch.no_grad():
-        task = Task(detached(problem), wanted)
-        total, n_valid, _, *saved = torch.ops.fusedce.sum(*task.flat())
+        total, n_valid, _, *saved = torch.ops.fusedce.sum(*Task(problem, wanted).flat())
     ours, dtype = not keeps_saved_tensors(), problem.hidden.dtype
     finish = Finish(wanted, dtype, str(problem.backend), ours)
     given = problem.hidden, problem.weight, problem.bias

@@ -52,7 +52,10 @@ def flattened(problem: Problem) -> Problem:
     if ignore_index is None:  # a value that no label has
         ignore_index = torch.iinfo(labels.dtype).min
         labels = labels.clamp(min=ignore_index + 1)
-    token_weight, class_weight = wide(problem.token_weight), wide(problem.class_weight)
+    token_weight, class_weight = (
+        x if x is None or x.dtype in (torch.float32, torch.float64) else x.float()
+        for x in (problem.token_weight, problem.class_weight)
+    )
     given = {name: getattr(problem, name) for name in NUMBERS}
     return problem.but(
         hidden=hidden.reshape(-1, hidden.shape[-1]),
@@ -63,11 +66,6 @@ def flattened(problem: Problem) -> Problem:
         class_weight=class_weight,
         **{name: x if x is None else float(x) for name, x in given.items()},
     )
-
-
-def wide(x: Tensor | None) -> Tensor | None:
-    """Cast a mask or weights of any dtype to float32, unless they are float32 or float64."""
-    return x if x is None or x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def check_tensor_types(problem: Problem) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class LossSum(NamedTuple):
         if isinstance(other, int) and not isinstance(other, bool) and other == 0:
             return self  # sum([...]) starts from 0
         if isinstance(other, (int, float, Tensor)):
-            raise _no_loss("adding a number")
+            self._refuse()
         return NotImplemented
 
     def __radd__(self, other: object) -> LossSum:
@@ -104,9 +104,15 @@ class LossSum(NamedTuple):
             raise AttributeError(f"a LossSum has no {name}. {_REMEDY}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError(
+            f"backward(), item(), float(), comparisons and adding a number are not defined for a "
+            f"LossSum. {_REMEDY}"
+        )
+
     def __eq__(self, other: object) -> bool:
         if isinstance(other, (int, float, Tensor)):
-            raise _no_loss("a comparison")
+            self._refuse()
         return tuple.__eq__(self, other)
 
     def __ne__(self, other: object) -> bool:
@@ -124,25 +130,9 @@ _REMEDY = (
 )
 
 
-def _no_loss(asked: str) -> TypeError:
-    return TypeError(f"{asked} is not defined for a LossSum. {_REMEDY}")
-
-
-def _refused(asked: str) -> Callable[..., Any]:
-    """A method that raises ``TypeError``."""
-
-    def method(*_: object, **__: object) -> Any:
-        raise _no_loss(asked)
-
-    return method
-
-
-# Operations of a loss: a sum must be divided before it is differentiated or compared.
-_NO_SUMS = {"backward": "backward()", "item": "item()", "__float__": "float()"}
-for _name in ("__lt__", "__le__", "__gt__", "__ge__"):
-    _NO_SUMS[_name] = "a comparison"
-for _name, _asked in _NO_SUMS.items():
-    setattr(LossSum, _name, _refused(_asked))
+# A sum must be divided before it is differentiated or compared.
+for _name in ("backward", "item", "__float__", "__lt__", "__le__", "__gt__", "__ge__"):
+    setattr(LossSum, _name, LossSum._refuse)
 
 
 class MonitoredLossSum(LossSum):

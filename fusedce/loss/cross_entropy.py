@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from fusedce.autograd import dispatch
-from fusedce.backends.shards.agreement import LOSSES, SUM
 from fusedce.contract.checks import check_choice
 from fusedce.contract.divergence import targets_of
 from fusedce.contract.explain import explains_names
@@ -19,7 +18,7 @@ from fusedce.contract.groups import local_of
 from fusedce.contract.labels import shift_labels
 from fusedce.contract.objective import expected, weights_and_count
 from fusedce.contract.problem import Divergence, Problem, Task, acc_dtype
-from fusedce.loss.sharded_problem import divergence_task, no_labels, ready
+from fusedce.loss.sharded_problem import LOSSES, SUM, divergence_task, no_labels, ready
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = get_args(Reduction)

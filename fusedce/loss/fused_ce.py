@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.backends.shards.agreement import SUM
 from fusedce.contract.checks import check_argmax_out
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.problem import Problem, Task, Wanted
 from fusedce.contract.results import MONITORS, LossSum, MonitoredLossSum
-from fusedce.loss.sharded_problem import ready
+from fusedce.loss.sharded_problem import SUM, ready
 
 
 @explains_names

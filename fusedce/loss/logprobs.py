@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.backends.shards.agreement import ARGMAX, STATISTICS
 from fusedce.contract.checks import check_flag
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.problem import Problem, Task, Wanted
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
-from fusedce.loss.sharded_problem import no_labels, ready
+from fusedce.loss.sharded_problem import ARGMAX, STATISTICS, no_labels, ready
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

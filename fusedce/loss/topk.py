@@ -10,7 +10,6 @@ from torch import Tensor
 from fusedce.backends.choose import resolve_backend
 from fusedce.backends.gradients import call_of
 from fusedce.backends.plan import ROW_MULTIPLE, tiles_of
-from fusedce.backends.shards.agreement import TOPK
 from fusedce.backends.shards.collectives import all_gather
 from fusedce.backends.torch.logit_tiles import Logits, blocks_of, tiles
 from fusedce.contract.checks import check_int
@@ -21,7 +20,7 @@ from fusedce.contract.objective import folded
 from fusedce.contract.problem import Problem, Projection, Shard, Wanted
 from fusedce.contract.results import TopK
 from fusedce.loss.logprobs import fused_logprobs
-from fusedce.loss.sharded_problem import no_labels, ready
+from fusedce.loss.sharded_problem import TOPK, no_labels, ready
 
 _WIDER = 4  # as many classes as a tile of the plan has
 
