@@ -76,9 +76,6 @@ def divergence_and_grads(task: Task) -> Summed:
     call = call_of(problem, wanted, len(rows), waiting(problem))
     if shard is not None:
         call = sharded_call(problem, shard, len(rows))
-        if problem.class_weight is not None:
-            here = slice(shard.first, shard.first + len(problem.weight))
-            problem = problem.but(class_weight=problem.class_weight[here])
     hidden, device = problem.hidden, problem.hidden.device
     products = Products.of(hidden)
     acc, gemm = products.acc, products.gradients
@@ -354,6 +351,7 @@ class _ToTargets(_Compared):
         if smoothing := self.problem.label_smoothing:
             V = len(self.problem.weight) if self.shard is None else self.shard.V
             t.mul_(1 - smoothing).add_(smoothing / V)
-        if self.problem.class_weight is not None:
-            t.mul_(self.problem.class_weight[begin:end].to(t.dtype))
+        if self.problem.class_weight is not None:  # of all ranks' classes
+            first = 0 if self.shard is None else self.shard.first
+            t.mul_(self.problem.class_weight[first + begin : first + end].to(t.dtype))
         return t

@@ -210,7 +210,8 @@ class TileStats:
         """``(C,)`` float64: ``log(1 + exp(L - z_label))``, NaN where no tile held the label."""
         z_label = self.z_label.double()
         gap = self.others() - z_label
-        return torch.logaddexp(gap, torch.zeros_like(gap)) + nan_at_inf(z_label)
+        nll = torch.logaddexp(gap, torch.zeros_like(gap))
+        return nll.masked_fill_(z_label == math.inf, math.nan)  # the log-probability is inf - inf
 
     def lse(self) -> Tensor:
         """``(C,)`` float64: the log-sum-exp of all logits."""
@@ -269,8 +270,3 @@ def references(logits: Logits, h: Tensor, y: Tensor, step: int) -> Iterator[Tens
         write_labels(z, y, begin, -math.inf)
         k = torch.maximum(k, maxima(z))
     yield k
-
-
-def nan_at_inf(z: Tensor) -> Tensor:
-    """0, or NaN where ``z`` is +inf: the log-probability there is inf - inf."""
-    return torch.zeros_like(z).masked_fill_(z == math.inf, math.nan)
