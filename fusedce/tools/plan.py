@@ -12,14 +12,12 @@ from typing import Any
 
 from fusedce.backends.plan import (
     EXP_GEMM_H,
-    ONE_CHUNK,
-    TILES,
     Call,
     device_budget,
     least_bytes,
     way_of,
 )
-from fusedce.tools import pairs, size, table
+from fusedce.tools import pairs, size
 from fusedce.tools.model_sizes import UserError, sizes
 
 GiB = 2**30
@@ -72,7 +70,6 @@ def plan(
             "compiled eager": {"logits": logits},
             "fused_ce": ours.held,
         },
-        "frontier": frontier(asked),
     }
 
 
@@ -86,28 +83,6 @@ def call(N: int, H: int, V: int, b: int, device: Device | None) -> Call:
     memory, block = device
     gemm_block = block if H <= EXP_GEMM_H else 0
     return Call(N, N, V, H, b, b, budget=device_budget(memory), gemm_block=gemm_block)
-
-
-def frontier(asked: Call) -> list[dict[str, Any]]:
-    """Ways that rising budgets allow: the least budget first, each twice the one before.
-
-    The last one is the first way with all logits in one chunk.
-    """
-    budget, found = least_bytes(asked), list[dict[str, Any]]()
-    while not found or found[-1]["way"] != ONE_CHUNK:
-        way = way_of(asked, memory_budget=budget)
-        point = {
-            "budget": budget,
-            "way": way.name,
-            "tokens": way.tokens,  # of a chunk, or of a block of a tile
-            "classes": way.classes,  # of a tile
-            "bytes": way.bytes,  # held beside inputs and gradients
-            "products": 4 if way.name == TILES else 3,  # of N * V * H multiplications each
-        }
-        if not found or point["bytes"] != found[-1]["bytes"]:
-            found.append(point)
-        budget *= 2
-    return found
 
 
 def text(found: dict[str, Any]) -> str:
@@ -128,15 +103,4 @@ def text(found: dict[str, Any]) -> str:
         purposes = ", ".join(f"{purpose} {size(count)}" for purpose, count in held.items())
         line = f"  {name}: {size(sum(held.values()))} ({purposes})"
         lines += textwrap.wrap(line, 80, subsequent_indent="    ")
-    rows = [
-        {
-            "memory_budget": size(point["budget"]),
-            "way": point["way"],
-            "tokens x classes": f"{point['tokens']} x {point['classes']}",
-            "holds": size(point["bytes"]),
-            "products": str(point["products"]),
-        }
-        for point in found["frontier"]
-    ]
-    lines += ["Each memory_budget (beside inputs and gradients) and what it gives:", table(rows)]
     return "\n".join([*lines, "Counted from sizes, not measured."])

@@ -44,14 +44,10 @@ def test_the_planned_chunk_is_the_one_the_backend_takes(monkeypatch):
     ("device", "dtype"),
     [("cpu", "fp32"), ("cpu", "bf16"), ("H200", "fp32"), ("A100", "bf16"), ("RTX 4090", "fp16")],
 )
-def test_the_frontier_runs_from_the_least_budget_to_one_chunk(device, dtype):
+def test_a_plan_needs_less_than_eager_and_fits_a_terminal(device, dtype):
     options = ("--tokens", "32768", "--device", device, "--dtype", dtype)
     found = answer("plan", "4096,128256", *options)
-    points = found["frontier"]
-    assert points[0]["budget"] == found["least_budget"] < found["recommended_budget"]
-    assert list(dict.fromkeys(p["way"] for p in points)) == ["tiles", "chunks", "one chunk"]
-    assert all(p["bytes"] <= p["budget"] for p in points)
-    assert [p["products"] for p in points] == [4 if p["way"] == "tiles" else 3 for p in points]
+    assert found["least_budget"] < found["recommended_budget"]
     eager, _, ours = (sum(held.values()) for held in found["methods"].values())
     assert found["recommended_budget"] <= ours < eager
     lines = call("plan", "4096,128256", *options).output.splitlines()
