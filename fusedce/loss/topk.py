@@ -10,7 +10,7 @@ from torch import Tensor
 from fusedce.backends.choose import resolve_backend
 from fusedce.backends.gradients import call_of
 from fusedce.backends.plan import ROW_MULTIPLE, tiles_of
-from fusedce.backends.shards.collectives import all_gather
+from fusedce.backends.shards import all_gather
 from fusedce.backends.torch.logit_tiles import Logits, blocks_of, tiles
 from fusedce.contract.checks import check_int
 from fusedce.contract.explain import explains_names
