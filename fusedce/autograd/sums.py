@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.choose import get_backend
-from fusedce.backends.gradients import waiting, without_values
+from fusedce.backends.gradients import Gradients, waiting
 from fusedce.contract.checks import transformed
 from fusedce.contract.problem import (
     Problem,
@@ -129,7 +129,7 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
         n_valid,
         argmax,
         torch.empty_like(total),
-        *without_values(problem, wanted, waiting(problem)),
+        *Gradients(problem, wanted, dtypes=waiting(problem), chunks=1).written(),
     )
 
 

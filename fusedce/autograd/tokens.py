@@ -22,13 +22,7 @@ from fusedce.autograd.sums import (
 )
 from fusedce.backends import chosen
 from fusedce.backends.choose import Backend, get_backend
-from fusedce.backends.gradients import (
-    Dtypes,
-    Gradients,
-    check_divergence_budget,
-    of_inputs,
-    without_values,
-)
+from fusedce.backends.gradients import Dtypes, Gradients, check_divergence_budget, of_inputs
 from fusedce.backends.shards import (
     all_reduce,
     entropy_of,
@@ -198,7 +192,7 @@ def _weighed(problem: Problem, upstream: Tensor | None) -> Problem:
 @_grads.register_fake
 def _(*flat: Any) -> tuple[Tensor, ...]:
     problem, wanted, _, _ = Task.of(flat, Values, Upstreams)[0]
-    return tuple(without_values(problem, wanted, of_inputs(problem)))
+    return Gradients(problem, wanted, dtypes=of_inputs(problem), chunks=1).written()
 
 
 # ---- over the classes of all ranks --------------------------------------------------------------

@@ -38,15 +38,6 @@ def waiting(problem: Problem) -> Dtypes:
     return Dtypes(acc, acc if dtype == torch.float16 else dtype, acc)
 
 
-def without_values(problem: Problem, wanted: Wanted, dtypes: Dtypes) -> list[Tensor]:
-    """Gradients for a fake implementation: ``(0,)`` where not wanted."""
-    inputs = (problem.hidden, problem.weight, problem.bias)
-    return [
-        problem.hidden.new_empty(x.shape if want and x is not None else (0,), dtype=dtype)
-        for x, want, dtype in zip(inputs, wanted.gradients(), dtypes, strict=True)
-    ]
-
-
 def call_of(
     problem: Problem,
     wanted: Wanted,

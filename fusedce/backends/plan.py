@@ -199,12 +199,8 @@ def _tilings(call: Call, classes: int) -> list[_Sizes]:
 
 
 def _halved(classes: int) -> list[int]:
-    """``classes``, its half and so on, and the least of a tile."""
-    tiles = []
-    while classes > _LEAST_CLASSES:
-        tiles.append(classes)
-        classes //= 2
-    return [*tiles, _LEAST_CLASSES]
+    """``classes``, its half and so on, down to the least of a tile."""
+    return [classes >> i for i in range((classes // _LEAST_CLASSES).bit_length())]
 
 
 # ---- sizes --------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Summed, waiting
+from fusedce.contract.labels import used_tokens
 from fusedce.contract.objective import Stats, Upstream, expected_upstream, slopes, token_losses
 from fusedce.contract.problem import Problem, Projection, Wanted, acc_dtype
 
@@ -118,9 +119,7 @@ def loss_in_two_passes(
     stats = token_stats(problem, Wanted(lse=True, argmax=argmax is not None), argmax)
     y = problem.labels.long().clamp(0, V - 1)
     nll, lse = stats.nll.double(), stats.lse.double()
-    used = problem.valid()
-    if problem.token_weight is not None:  # (a bad label's loss is NaN)
-        used = used & ((problem.token_weight != 0) | nll.isnan())
+    used, _ = used_tokens(problem)
     # Positions left out may hold anything, and NaN times 0 is NaN.
     losses = token_losses(problem, y, nll, lse).masked_fill(~used, 0)
     factor = expected_upstream(problem, stats.n_valid)

@@ -76,9 +76,6 @@ def divergence_and_grads(task: Task) -> Summed:
     call = call_of(problem, wanted, len(rows), waiting(problem))
     if shard is not None:
         call = sharded_call(problem, shard, len(rows))
-        if problem.class_weight is not None:
-            here = slice(shard.first, shard.first + len(problem.weight))
-            problem = problem.but(class_weight=problem.class_weight[here])
     hidden, device = problem.hidden, problem.hidden.device
     products = Products.of(hidden)
     acc, gemm = products.acc, products.gradients
@@ -173,29 +170,21 @@ class _Compared:
             some = [x[begin:end] for x in whole]
             yield begin, *some, *(x[: some[0].numel()].view_as(some[0]) for x in self.scratch)
 
-    def merged(
-        self, lses: list[Tensor], stats: TileStats | None
-    ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """Log-sum-exps over all ranks; the label's loss, log-sum-exp and logit if there are stats.
+    def merged(self, *lses: Tensor) -> list[Tensor]:
+        """Log-sum-exps over all ranks. Collectives: one all-gather of a float64 a token each."""
+        if self.shard is None:
+            return list(lses)
+        return [x.logsumexp(0) for x in of_ranks(list(lses), self.shard)]
 
-        Collectives: one all-gather of a float64 a token for each log-sum-exp, and two for the
-        stats.
-        """
-        shard, rows = self.shard, list(lses)
-        if shard is None:
-            of_label = () if stats is None else (stats.losses(), stats.lse(), stats.z_label)
-            return rows, of_label
-        if stats is not None:
-            here = (stats.y >= 0) & (stats.y < len(self.problem.weight))
-            rows += [stats.others(), stats.z_label.masked_fill(~here, -math.inf)]
-        of_all = of_ranks(rows, shard)
-        of_rows = [x.logsumexp(0) for x in of_all[: len(lses)]]
-        if stats is None:
-            return of_rows, ()
-        others, z_labels = of_all[len(lses) :]
-        y = stats.y + shard.first
-        nll, lse = nll_and_lse(others.logsumexp(0), z_labels, (y >= 0) & (y < shard.V))
-        return of_rows, (nll, lse, z_labels.amax(0))
+    def of_label(self, stats: TileStats) -> tuple[Tensor, Tensor, Tensor]:
+        """The label's loss, log-sum-exp and logit. Collectives: one all-gather of two float64."""
+        if self.shard is None:
+            return stats.losses(), stats.lse(), stats.z_label
+        y, here = stats.y + self.shard.first, (stats.y >= 0) & (stats.y < len(self.problem.weight))
+        rows = [stats.others(), stats.z_label.masked_fill(~here, -math.inf)]
+        others, z_labels = of_ranks(rows, self.shard)
+        nll, lse = nll_and_lse(others.logsumexp(0), z_labels, (y >= 0) & (y < self.shard.V))
+        return nll, lse, z_labels.amax(0)
 
 
 class _ToTeacher(_Compared):
@@ -220,8 +209,9 @@ class _ToTeacher(_Compared):
             of_teacher.add(of_t, maxima(of_t), scratch)
             if stats is not None:
                 stats.add(torch.mul(of_s, divergence.temperature, out=scratch), begin)
-        (lse, lse_t), of_label = self.merged([of_student.lse(y), of_teacher.lse(y)], stats)
+        lse, lse_t = self.merged(of_student.lse(y), of_teacher.lse(y))
         self.lse, self.lse_t = lse, lse_t  # (C,) float64
+        of_label = None if stats is None else self.of_label(stats)
         half_shift = ((lse_t - lse) / 2).to(dtype)
         terms = self._jsd if divergence.kind == JSD else self._kl
         kl, mean = self._impossible(s, t, lse, lse_t), torch.zeros_like(lse)
@@ -337,7 +327,7 @@ class _ToTargets(_Compared):
         s, stats = self.all(self.logits, h, self.of_student), TileStats(y, dtype)
         for begin, z, scratch, _ in self.small(s):
             stats.add(scratch.copy_(z), begin)
-        _, (nll, lse, z_label) = self.merged([], stats)
+        nll, lse, z_label = self.of_label(stats)
         of_all, of_lse = total + of_label, 2 * z_loss * lse
         alpha, z_label = (of_all + of_lse).to(dtype), z_label.to(dtype)
         at_label = (of_all * (-nll).expm1() + total + of_lse * (-nll).exp()).to(dtype)
@@ -361,6 +351,7 @@ class _ToTargets(_Compared):
         if smoothing := self.problem.label_smoothing:
             V = len(self.problem.weight) if self.shard is None else self.shard.V
             t.mul_(1 - smoothing).add_(smoothing / V)
-        if self.problem.class_weight is not None:
-            t.mul_(self.problem.class_weight[begin:end].to(t.dtype))
+        if self.problem.class_weight is not None:  # of all ranks' classes
+            first = 0 if self.shard is None else self.shard.first
+            t.mul_(self.problem.class_weight[first + begin : first + end].to(t.dtype))
         return t

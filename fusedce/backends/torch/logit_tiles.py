@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Iterator
 
@@ -55,10 +54,17 @@ def label_entry(y: Tensor, begin: int, rows: int) -> tuple[Tensor, Tensor]:
     return local.clamp(0, rows - 1), (local >= 0) & (local < rows)
 
 
-def write_labels(tile: Tensor, y: Tensor, begin: int, value: Tensor | float) -> None:
-    """Write ``value``, ``(C,)`` or one number, where labels ``y (C,)`` stand in a tile (v, C)."""
+def write_labels(
+    tile: Tensor,  # (v, C)
+    y: Tensor,  # (C,)
+    begin: int,
+    value: Tensor | float,  # (C,), or of all
+) -> tuple[Tensor, Tensor]:
+    """Write ``value`` where labels stand in a tile; what stood there, and whether they do."""
     at, inside = label_entry(y[None], begin, len(tile))
-    tile.scatter_(0, at, torch.where(inside, value, tile.gather(0, at)))
+    found = tile.gather(0, at)
+    tile.scatter_(0, at, torch.where(inside, value, found))
+    return found[0], inside[0]
 
 
 class Logits:
@@ -176,8 +182,6 @@ class TileStats:
         # (C,) each, by tile: the largest logit and its class, and R and T.
         self._likeliest: list[tuple[Tensor, Tensor]] | None = [] if argmax or entropy else None
         self._moments: list[tuple[Tensor, Tensor]] | None = [] if entropy else None
-        self._in_order, self._tokens = y.sort()
-        self._classes = self._in_order.tolist()
 
     def add(self, z: Tensor, begin: int) -> bool:
         """Take in a tile ``z (v, C)``; it becomes ``exp(z - k)``, 0 at the labels, in place.
@@ -185,11 +189,8 @@ class TileStats:
         Returns whether the reference fits: if not, start again with the next one. With the entropy
         the tile holds nothing of use.
         """
-        first, last = (bisect.bisect_left(self._classes, x) for x in (begin, begin + len(z)))
-        if first < last:
-            tokens, rows = self._tokens[first:last], self._in_order[first:last] - begin
-            self.z_label[tokens] = z[rows, tokens]
-            z[rows, tokens] = -math.inf
+        found, inside = write_labels(z, self.y, begin, -math.inf)
+        self.z_label = torch.where(inside, found, self.z_label)
         if self._likeliest is not None:  # costs as much as three exponentials on a CPU
             top, best = z.max(0)
             self._likeliest.append((top, best + begin))
@@ -209,7 +210,8 @@ class TileStats:
         """``(C,)`` float64: ``log(1 + exp(L - z_label))``, NaN where no tile held the label."""
         z_label = self.z_label.double()
         gap = self.others() - z_label
-        return torch.logaddexp(gap, torch.zeros_like(gap)) + nan_at_inf(z_label)
+        nll = torch.logaddexp(gap, torch.zeros_like(gap))
+        return nll.masked_fill_(z_label == math.inf, math.nan)  # the log-probability is inf - inf
 
     def lse(self) -> Tensor:
         """``(C,)`` float64: the log-sum-exp of all logits."""
@@ -268,8 +270,3 @@ def references(logits: Logits, h: Tensor, y: Tensor, step: int) -> Iterator[Tens
         write_labels(z, y, begin, -math.inf)
         k = torch.maximum(k, maxima(z))
     yield k
-
-
-def nan_at_inf(z: Tensor) -> Tensor:
-    """0, or NaN where ``z`` is +inf: the log-probability there is inf - inf."""
-    return torch.zeros_like(z).masked_fill_(z == math.inf, math.nan)

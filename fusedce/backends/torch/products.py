@@ -252,7 +252,7 @@ def _allowed() -> bool:
     if torch.__version__ < _TRIED or not (cpu_has("_is_avx512_bf16_supported") and of_amd()):
         return False
     if cpu_has("_is_amx_tile_supported"):  # with AMX the kernel wants another layout
-        return limit in ("AVX512_CORE_BF16", "AVX512_CORE_FP16")
+        return False
     return re.fullmatch(r"|ALL|DEFAULT|AVX512_CORE_(BF16|FP16|AMX.*)|AVX10.*", limit) is not None
 
 
