@@ -16,8 +16,6 @@ if they were rounded to two bytes before, only the rounding errors are.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -31,16 +29,11 @@ from fusedce.contract.problem import Problem, Task, Wanted
 from fusedce.contract.results import LossSum
 
 
-class Monitored(NamedTuple):
-    """Statistics asked for beside the loss, ``(N,)`` each, without gradient; else ``None``."""
+def loss_sum(task: Task) -> tuple[LossSum, dict[str, Tensor]]:
+    """Sum of the losses and number of valid tokens; and by name the statistics that are wanted.
 
-    argmax: Tensor | None
-    lse: Tensor | None = None
-    entropy: Tensor | None = None
-
-
-def loss_sum(task: Task) -> tuple[LossSum, Monitored]:
-    """Sum of the losses and number of valid tokens; and the statistics that are wanted."""
+    These are ``(N,)`` each, of `Stats`, without gradient.
+    """
     task = _prepared(task)
     problem, monitored = task.problem, task.wanted
     wanted = Wanted.of(problem)
@@ -48,14 +41,15 @@ def loss_sum(task: Task) -> tuple[LossSum, Monitored]:
         if monitored.argmax and any(wanted):  # which may be written into the labels' memory
             task = task.but(problem=problem.but(labels=problem.labels.clone()))  # for backward
         losses, stats = tokens.losses(task)
-        values = Monitored(stats.argmax, stats.lse.detach(), stats.entropy.detach())
+        names = [x for x in ("argmax", "lse", "entropy") if getattr(monitored, x)]
+        values = {name: getattr(stats, name).detach() for name in names}
         total = losses.sum(dtype=torch.float64).to(losses.dtype)
         return LossSum(total, stats.n_valid), values
     if any(wanted) and task.shard is None:  # (ranks might expect different factors)
         task = task.but(problem=with_expected_upstream(problem))
     task = task.but(wanted=wanted.but(argmax=monitored.argmax))
     total, n_valid, argmax = sums.loss_sum(task)
-    return LossSum(total, n_valid), Monitored(argmax)
+    return LossSum(total, n_valid), {"argmax": argmax}
 
 
 def _by_tokens(task: Task, *, train: bool) -> bool:
