@@ -16,46 +16,40 @@ if they were rounded to two bytes before, only the rounding errors are.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fusedce.autograd import sums, tokens
-from fusedce.autograd.derivatives import refuse_forward_mode, transformed, wanted_gradients
 from fusedce.backends import chosen
 from fusedce.backends.choose import resolve_backend
-from fusedce.contract.checks import checked
+from fusedce.contract.checks import checked, transformed
 from fusedce.contract.objective import Stats, folded, with_expected_upstream
-from fusedce.contract.problem import Problem, Task
+from fusedce.contract.problem import Problem, Task, Wanted
 from fusedce.contract.results import LossSum
 
 
-class Monitored(NamedTuple):
-    """Statistics asked for beside the loss, ``(N,)`` each, without gradient; else ``None``."""
+def loss_sum(task: Task) -> tuple[LossSum, dict[str, Tensor]]:
+    """Sum of the losses and number of valid tokens; and by name the statistics that are wanted.
 
-    argmax: Tensor | None
-    lse: Tensor | None = None
-    entropy: Tensor | None = None
-
-
-def loss_sum(task: Task) -> tuple[LossSum, Monitored]:
-    """Sum of the losses and number of valid tokens; and the statistics that are wanted."""
+    These are ``(N,)`` each, of `Stats`, without gradient.
+    """
     task = _prepared(task)
     problem, monitored = task.problem, task.wanted
-    wanted = wanted_gradients(problem)
+    wanted = Wanted.of(problem)
     if _by_tokens(task, train=any(wanted)):
         if monitored.argmax and any(wanted):  # which may be written into the labels' memory
             task = task.but(problem=problem.but(labels=problem.labels.clone()))  # for backward
         losses, stats = tokens.losses(task)
-        values = Monitored(stats.argmax, stats.lse.detach(), stats.entropy.detach())
+        names = [x for x in ("argmax", "lse", "entropy") if getattr(monitored, x)]
+        values = {name: getattr(stats, name).detach() for name in names}
         total = losses.sum(dtype=torch.float64).to(losses.dtype)
         return LossSum(total, stats.n_valid), values
     if any(wanted) and task.shard is None:  # (ranks might expect different factors)
         task = task.but(problem=with_expected_upstream(problem))
     task = task.but(wanted=wanted.but(argmax=monitored.argmax))
     total, n_valid, argmax = sums.loss_sum(task)
-    return LossSum(total, n_valid), Monitored(argmax)
+    return LossSum(total, n_valid), {"argmax": argmax}
 
 
 def _by_tokens(task: Task, *, train: bool) -> bool:
@@ -76,7 +70,7 @@ def sum_with_grads(problem: Problem) -> sums.SumWithGrads | None:
     ``problem`` is as a public function would get it. ``None`` where the forward pass computes no
     gradients.
     """
-    wanted = wanted_gradients(problem)
+    wanted = Wanted.of(problem)
     if transformed() or problem.label_smoothing or not any(wanted):
         return None
     problem = _prepared(Task(checked(problem))).problem
@@ -102,7 +96,25 @@ def token_stats(task: Task) -> tuple[Tensor, Stats]:
 
 
 def _prepared(task: Task) -> Task:
-    refuse_forward_mode(*task.problem)
+    _refuse_forward_mode(*task.problem)
     problem = task.problem if task.divergence is not None else folded(task.problem)
     backend = resolve_backend(problem.backend, problem.hidden)
     return task.but(problem=problem.but(backend=backend))
+
+
+def _refuse_forward_mode(*inputs: object) -> None:
+    """Raise RuntimeError if an input has a tangent, which the operators would drop."""
+    if torch.compiler.is_compiling():
+        return
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    jvp = any(t.key() == torch._C._functorch.TransformType.Jvp for t in transforms)
+    if jvp or (
+        forward_ad._current_level >= 0
+        and any(
+            isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs
+        )
+    ):
+        raise RuntimeError(
+            "fusedce has no forward-mode derivative (jvp, jacfwd, hessian, or an input that is a "
+            "dual tensor): use F.cross_entropy(F.linear(...)) for it"
+        )

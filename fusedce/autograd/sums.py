@@ -23,14 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.autograd.derivatives import (
-    keeps_saved_tensors,
-    needed_gradients,
-    refuse_second_derivatives,
-    transformed,
-)
 from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import Gradients, waiting
+from fusedce.contract.checks import transformed
 from fusedce.contract.problem import (
     Problem,
     Task,
@@ -89,7 +84,7 @@ def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
     """The sum and the wanted gradients of a problem, without graph."""
     with torch.no_grad():
         total, n_valid, _, *saved = torch.ops.fusedce.sum(*Task(problem, wanted).flat())
-    ours, dtype = not keeps_saved_tensors(), problem.hidden.dtype
+    ours, dtype = not _keeps_saved_tensors(), problem.hidden.dtype
     finish = Finish(wanted, dtype, str(problem.backend), ours)
     given = problem.hidden, problem.weight, problem.bias
     inputs = [x for x in given if x is not None and x.requires_grad]
@@ -166,7 +161,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     attached = Attached(*inputs)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(attached.factor, attached.d_hidden, attached.d_weight, attached.d_bias)
-    ours, dtype = not keeps_saved_tensors(), attached.hidden.dtype
+    ours, dtype = not _keeps_saved_tensors(), attached.hidden.dtype
     ctx.finish = Finish(needed_gradients(ctx, Attached), dtype, attached.backend, ours)
 
 
@@ -180,6 +175,15 @@ def _backward(ctx: Any, upstream: Tensor | None) -> tuple[Any, ...]:
 
 
 _with_gradients.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _keeps_saved_tensors() -> bool:
+    """Whether tensors saved for backward now go to a user's ``saved_tensors_hooks``.
+
+    Backward then gets what the hooks return, which may be the user's tensors: it must not write
+    into them.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _scaled(grad: Tensor, factor: Tensor, backend: str, *, ours: bool) -> Tensor:
@@ -196,3 +200,35 @@ def _scaled(grad: Tensor, factor: Tensor, backend: str, *, ours: bool) -> Tensor
         return (grad.to(factor.dtype) * factor).to(grad.dtype)
     get_backend(backend).scale_(grad, factor)
     return grad
+
+
+# ---- of both kinds of operators ------------------------------------------------------------------
+
+
+def needed_gradients(ctx: Any, record: Any) -> Wanted:
+    """Gradients that the graph will ask of an operator; to be asked in its ``setup_context``.
+
+    ``record`` is the tuple of the operator's first arguments. Later is too late: while a custom
+    operator's backward pass runs, torch 2.13 shortens ``ctx.needs_input_grad`` for all threads.
+    """
+    needed = record(*ctx.needs_input_grad[: len(record._fields)])
+    return Wanted(hidden=needed.hidden, weight=needed.weight, bias=bool(needed.bias))
+
+
+def refuse_second_derivatives() -> None:
+    """Raise RuntimeError where a backward pass is itself recorded.
+
+    Transforms of ``torch.func`` always record it: there the operator of the gradients refuses to
+    be differentiated.
+    """
+    if torch.is_grad_enabled() and not (torch.compiler.is_compiling() or transformed()):
+        raise no_second_derivative()
+
+
+def no_second_derivative() -> RuntimeError:
+    """The error for a gradient that is to be differentiated again."""
+    return RuntimeError(
+        "fused_ce: the gradient of the loss is not differentiable (create_graph=True was given, or "
+        "transforms are nested): its formula is written by hand. Use "
+        "F.cross_entropy(F.linear(...)) for second derivatives."
+    )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import call_of, check_budget
-from fusedce.backends.shards.collectives import all_reduce, sharded_call
+from fusedce.backends.shards import all_reduce, sharded_call
 from fusedce.backends.torch.logit_tiles import Logits
 from fusedce.contract.labels import used_tokens
 from fusedce.contract.problem import Problem, Projection, Shard, Wanted, acc_dtype

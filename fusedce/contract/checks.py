@@ -35,7 +35,7 @@ def checked(problem: Problem) -> Problem:
 def check_options(problem: Problem) -> None:
     """Raise ``TypeError`` or ``ValueError`` unless a problem's numbers and weights are right."""
     check_ignore_index(problem.ignore_index, problem.labels)
-    check_memory_budget(problem.memory_budget, problem.chunk_tokens)
+    memory_budget_of(problem.memory_budget, problem.chunk_tokens)
     for name in NUMBERS:
         value = getattr(problem, name)
         if value is not None or Problem._field_defaults[name] is not None:
@@ -205,12 +205,17 @@ def check_ignore_index(ignore_index: int | None, labels: Tensor) -> None:
         )
 
 
+def transformed() -> bool:
+    """Whether a transform of ``torch.func`` is at work."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
 def can_be_read(x: Tensor) -> bool:
     """Whether ``x`` has values on the CPU, so that reading them does not synchronise."""
     return (
         x.device.type == "cpu"
         and not torch.compiler.is_compiling()
-        and torch._C._functorch.maybe_current_level() is None
+        and not transformed()
         and not is_fake(x)
     )
 
@@ -332,8 +337,12 @@ def check_argmax_out(argmax_out: Tensor, problem: Problem) -> None:
     check_device("argmax_out", argmax_out, problem.hidden)
 
 
-def check_memory_budget(memory_budget: int | None, chunk_tokens: int | None = None) -> None:
-    """Raise unless each is ``None`` or a positive int, and at most one of them is given."""
+def memory_budget_of(memory_budget: int | None, chunk_tokens: int | None = None) -> int | None:
+    """The given budget in bytes; else the environment's, unless ``chunk_tokens`` is given.
+
+    Raises:
+        TypeError, ValueError: one of them is no positive int, or both are given.
+    """
     if chunk_tokens is not None:
         check_int("chunk_tokens", chunk_tokens, "an int or None", 1)
     if memory_budget is not None:
@@ -344,15 +353,9 @@ def check_memory_budget(memory_budget: int | None, chunk_tokens: int | None = No
             f"give memory_budget or chunk_tokens, not both: the budget decides how many tokens a "
             f"chunk takes; got memory_budget={memory_budget} and chunk_tokens={chunk_tokens}"
         )
-
-
-def memory_budget_of(memory_budget: int | None, chunk_tokens: int | None = None) -> int | None:
-    """The given budget in bytes; else the environment's, unless ``chunk_tokens`` is given."""
-    if memory_budget is not None or chunk_tokens is not None:
-        return memory_budget
     given = os.environ.get(BUDGET_VARIABLE, "").strip()
-    if not given:
-        return None
+    if memory_budget is not None or chunk_tokens is not None or not given:
+        return memory_budget
     if not given.isdecimal() or len(given) > 19 or not 1 <= int(given) <= _LARGEST:
         raise ValueError(
             f"{BUDGET_VARIABLE} in the environment must be a whole number of bytes that fits in 64 "

@@ -99,11 +99,6 @@ class Ranks:
         group = self.group()
         return 1 if group is None else dist.get_world_size(group)
 
-    def rank(self) -> int:
-        """This process's rank in the group; 0 in a single process."""
-        group = self.group()
-        return 0 if group is None else dist.get_rank(group)
-
     def __deepcopy__(self, memo: Any) -> Ranks:
         return self  # a copied group would be a second group of the same ranks
 

@@ -106,6 +106,12 @@ class Wanted(NamedTuple):
         """Whether the gradients of hidden, weight and bias are wanted."""
         return self.hidden, self.weight, self.bias
 
+    @classmethod
+    def of(cls, problem: Problem) -> Wanted:
+        """Gradients of those inputs that require one now."""
+        inputs, grad = (problem.hidden, problem.weight, problem.bias), torch.is_grad_enabled()
+        return cls(*[grad and x is not None and x.requires_grad for x in inputs])
+
 
 class Projection(NamedTuple):
     """Logits ``z = scale * (hidden @ weight.T + bias)``, capped to ``softcap * tanh(z / softcap)``.

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fusedce.contract.checks import check_memory_budget
+from fusedce.contract.checks import memory_budget_of
 from fusedce.contract.groups import is_dtensor
 from fusedce.head.hidden import Head, ShardedForward, classes_of, head_of
 from fusedce.head.observe import HeadCounts, HeadReport, note_items
@@ -65,7 +65,7 @@ def replace_loss_head(
     of the mesh must look at logits together. A head that ``resize_token_embeddings``, an adapter of
     PEFT or its removal has put in place is replaced at the next forward.
     """
-    check_memory_budget(memory_budget)
+    memory_budget_of(memory_budget)
     _check_model(model)
     named = head is None
     head = _find_head(model) if head is None else head

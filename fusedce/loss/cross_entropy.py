@@ -106,7 +106,8 @@ def fused_cross_entropy(
         memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
     placed = process_group, tokens_sharded, vocab_size
-    if _are_probabilities(hidden, labels):
+    tensors = isinstance(labels, Tensor) and isinstance(hidden, Tensor)
+    if tensors and labels.is_floating_point() and labels.dim() == hidden.dim():
         return _of_probabilities(problem, placed, reduction)
 
     def check(given: Problem) -> dict[str, Any]:
@@ -133,13 +134,6 @@ def _reduced(task: Task, reduction: str, counted: Problem) -> Tensor:
     denominator = torch.where(count > 0, weights, 1.0).to(dtype)
     task = task.but(problem=problem.but(expected_upstream=1 / denominator))
     return dispatch.loss_sum(task)[0].loss_sum / denominator
-
-
-def _are_probabilities(hidden: Tensor, labels: Tensor) -> bool:
-    """Whether these are labels with one dimension more than class indices have."""
-    if not (isinstance(labels, Tensor) and isinstance(hidden, Tensor)):
-        return False
-    return labels.is_floating_point() and labels.dim() == hidden.dim()
 
 
 def _of_probabilities(problem: Problem, placed: Any, reduction: str) -> Tensor:

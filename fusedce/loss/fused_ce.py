@@ -135,24 +135,24 @@ def fused_ce(
     out, values = dispatch.loss_sum(Task(problem, wanted, shard=shard))
     if monitor:
         out = MonitoredLossSum.of(out, _sums(problem, monitor, values))
-    if argmax_out is not None and values.argmax is not None:
-        (argmax,), own = tokens.own(values.argmax), local_of(argmax_out)
+    if argmax_out is not None:
+        (argmax,), own = tokens.own(values["argmax"]), local_of(argmax_out)
         own.copy_(argmax.view(own.shape))  # now that labels, whose memory it may be, were read
     return out
 
 
-def _sums(problem: Problem, monitor: Collection[str], of: dispatch.Monitored) -> dict[str, Tensor]:
+def _sums(problem: Problem, monitor: Collection[str], of: dict[str, Tensor]) -> dict[str, Tensor]:
     """Monitored sums over all tokens, by name: ``()`` float64.
 
     Tokens without loss have -1 in ``argmax``, and 0 in ``lse`` and ``entropy``.
     """
     found = {}
-    if "correct" in monitor and of.argmax is not None:
-        found["correct"] = ((of.argmax == problem.labels) & problem.valid()).sum().double()
-    if "entropy" in monitor and of.entropy is not None:
-        found["entropy"] = of.entropy.sum(dtype=torch.float64)
-    if "z_loss" in monitor and of.lse is not None:
-        z = problem.z_loss * of.lse.double().square()
+    if "correct" in monitor:
+        found["correct"] = ((of["argmax"] == problem.labels) & problem.valid()).sum().double()
+    if "entropy" in monitor:
+        found["entropy"] = of["entropy"].sum(dtype=torch.float64)
+    if "z_loss" in monitor:
+        z = problem.z_loss * of["lse"].double().square()
         if problem.token_weight is not None:
             z = z * problem.token_weight
         found["z_loss"] = z.masked_fill(~problem.valid(), 0).sum()

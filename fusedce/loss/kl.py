@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.backends.shards.collectives import Tokens
+from fusedce.backends.shards import Tokens
 from fusedce.contract.divergence import checked_divergence
 from fusedce.contract.explain import explains_names, takes_arguments_of
 from fusedce.contract.groups import local_of

@@ -28,7 +28,7 @@ from fusedce.agreement import (
     words_of,
 )
 from fusedce.backends.choose import resolve_backend
-from fusedce.backends.shards.collectives import Tokens, waiting_for_ranks
+from fusedce.backends.shards import Tokens, waiting_for_ranks
 from fusedce.contract.checks import (
     autocast,
     check_number,
@@ -94,7 +94,7 @@ def ready(
         TypeError, ValueError, RuntimeError: the same on all ranks that share the vocabulary.
 
     Collectives, of a sharded vocabulary: those of :func:`_agree` and of
-    :meth:`fusedce.backends.shards.collectives.Tokens.all_of`.
+    :meth:`fusedce.backends.shards.Tokens.all_of`.
     """
     process_group, tokens_sharded, vocab_size = placed
     sharded = is_sharded(problem.weight, process_group)

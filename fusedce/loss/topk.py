@@ -10,13 +10,12 @@ from torch import Tensor
 from fusedce.backends.choose import resolve_backend
 from fusedce.backends.gradients import call_of
 from fusedce.backends.plan import ROW_MULTIPLE, tiles_of
-from fusedce.backends.shards.collectives import all_gather
+from fusedce.backends.shards import all_gather
 from fusedce.backends.torch.logit_tiles import Logits, blocks_of, tiles
 from fusedce.contract.checks import check_int
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.labels import used_tokens
-from fusedce.contract.objective import folded
 from fusedce.contract.problem import Problem, Projection, Shard, Wanted
 from fusedce.contract.results import TopK
 from fusedce.loss.logprobs import fused_logprobs
@@ -80,43 +79,29 @@ def fused_topk(
     placed = process_group, tokens_sharded, vocab_size
     inputs = (x for x in (hidden, weight, bias) if isinstance(x, Tensor))
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    problem = Problem(hidden, weight, no_labels(hidden), **options)
-    found = _found(problem, k, temperature, placed, differentiable)
-    if not differentiable:
-        return found
-    again = fused_logprobs(
-        hidden, weight, found.index, temperature=temperature, process_group=process_group,
-        tokens_sharded=tokens_sharded, vocab_size=vocab_size, **options,
-    )  # fmt: skip
-    return found._replace(logprob=again.logprob)
-
-
-@torch.compiler.disable
-def _found(
-    problem: Problem,
-    k: int,
-    temperature: float | Tensor,
-    placed: tuple[Any, bool, int | None],
-    differentiable: bool,  # the ranks must agree on it
-) -> TopK:
-    """The classes and their log-probabilities, without gradient."""
 
     def check(given: Problem) -> dict[str, Any]:
         check_int("k", k)
         return {"k": k, "differentiable": differentiable}
 
-    hidden = problem.hidden
+    problem = Problem(hidden, weight, no_labels(hidden), **options)
     problem, shard, tokens = ready(problem, placed, TOPK, check, temperature)
-    leading = local_of(hidden).shape[:-1]
     V = problem.weight.shape[0] if shard is None else shard.V
     if not 1 <= k <= V:
         raise ValueError(f"k must be in [1, V] with V={V} (from weight), got {k}")
     resolve_backend(problem.backend, problem.hidden)
     with torch.no_grad(), torch.autocast(problem.hidden.device.type, enabled=False):
-        found = tokens.own(*_walk(folded(problem), k, shard))
-    return TopK(*(x.view(*leading, k) for x in found))
+        found = tokens.own(*_walk(problem, k, shard))
+    logprob, index = (x.view(*local_of(hidden).shape[:-1], k) for x in found)
+    if differentiable:
+        logprob = fused_logprobs(
+            hidden, weight, index, temperature=temperature, process_group=process_group,
+            tokens_sharded=tokens_sharded, vocab_size=vocab_size, **options,
+        ).logprob  # fmt: skip
+    return TopK(logprob, index)
 
 
+@torch.compiler.disable
 def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor]:
     """``(N, k)`` log-probabilities and classes."""
     V, logits = len(problem.weight), Logits(Projection.of(problem))

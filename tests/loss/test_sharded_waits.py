@@ -9,9 +9,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from fusedce.autograd.tokens import OfShard
+from fusedce.backends import shards
 from fusedce.backends.choose import get_backend
-from fusedce.backends.shards import collectives
-from fusedce.backends.shards.tokens import OfShard
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.archs import BY_NAME
 from fusedce.contract.labels import bad_label_code, count_or_code
@@ -23,7 +23,7 @@ N, H, V = 12, 8, 10
 @pytest.fixture
 def alone(monkeypatch):
     monkeypatch.setattr(Shard, "group", None)
-    monkeypatch.setattr(collectives, "all_gather", lambda x, group: torch.cat([x, x]))
+    monkeypatch.setattr(shards, "all_gather", lambda x, group: torch.cat([x, x]))
 
 
 class Launched:

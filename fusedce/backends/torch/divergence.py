@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, Summed, call_of, waiting
 from fusedce.backends.plan import Way, compared_classes, way_of
-from fusedce.backends.shards.collectives import (
+from fusedce.backends.shards import (
     all_reduce,
     largest,
     nll_and_lse,

@@ -1,1 +1,0 @@
-"""The loss where every rank holds some rows of the vocabulary."""
