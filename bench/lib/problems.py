@@ -15,7 +15,7 @@ import fusedce
 from fusedce.backends.triton import archs, forward
 from fusedce.contract.problem import Problem
 from fusedce.tools import bench
-from fusedce.tools.bench import COMPILED, FLOOR, IMPLEMENTATIONS, ON_CPU
+from fusedce.tools.bench import COMPILED, FLOOR, cut_cross_entropy, torch_chunked
 
 OURS = ["fused_ce"]
 # (N, H, V): Llama 3 8B twice, Gemma 2 2B, Llama 3.2 1B, Qwen 2.5 0.5B twice, a small step of
@@ -180,6 +180,19 @@ def _by_blocks(blocks: archs.Blocks) -> Callable[..., Tensor]:
     return loss
 
 
+def _liger_cute(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Liger-Kernel's loss for Hopper, which its public class does not choose by itself."""
+    from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90 as sm90
+
+    return sm90.LigerFusedLinearCrossEntropySM90Function.apply(hidden, weight, labels)
+
+
+CHUNKED = {"F.linear_cross_entropy, 4096": functools.partial(torch_chunked, batch_chunk_size=4096)}
+IMPLEMENTATIONS = bench.IMPLEMENTATIONS | CHUNKED | {
+    "Liger-Kernel, CuTe": _liger_cute,
+    "cut-cross-entropy, exact": functools.partial(cut_cross_entropy, filter_eps=None),
+}  # fmt: skip
+ON_CPU = (*bench.ON_CPU, *CHUNKED)
 WAYS = {"one GEMM": _by_gemm(archs.EVERY_H), "products and kernels": _by_gemm(0)}
 _OF_ROWS = {row: [b for b in row.two_bytes if isinstance(b, archs.Blocks)]
             for row in archs.ARCHITECTURES}  # fmt: skip

@@ -69,8 +69,7 @@ def text(found: dict[str, Any]) -> str:
         lines.append(f"  {row['name']:13} {row['version'] or 'not installed':14} {row['verdict']}")
     lines.append(f"  Triton kernels: {found['triton_kernels']}")
     gemm = found["fast_bfloat16_on_cpu"]
-    fast = f"fast: {gemm}" if gemm else "slow, computed in float32 instead"
-    lines.append(f"  bfloat16 products on this CPU are {fast}")
+    lines.append(f"  bfloat16 products on this CPU: {gemm or 'widened to float32'}")
     for device in found["devices"]:
         lines.append(f"\n{device['device']}: {device['name']}")
         lines += [f"  {line}" for line in device["backends"]]
@@ -130,8 +129,8 @@ def self_check(device: torch.device, dtype: torch.dtype = torch.float32) -> floa
 
 
 def _backend_lines(device: torch.device) -> list[str]:
-    """The backend that ``backend=None`` picks by dtype; dtypes with the same line share it."""
-    groups: dict[tuple[str, str], list[str]] = {}
+    """The backend that ``backend=None`` picks for each dtype, and why not the other."""
+    lines = []
     for dtype in DTYPES:
         # The choice needs no real tensor, so that dtypes which the device lacks are shown too.
         reason = why_not_triton(device, dtype)
@@ -141,15 +140,10 @@ def _backend_lines(device: torch.device) -> list[str]:
             backend, reason = "no", str(error)
         if backend == "triton":
             why = "hidden sizes that are no multiple of 16 go to torch"
-        elif reason is None:
-            why = "Triton runs on request, backend='triton'"
         else:
-            why = f"not Triton: {reason}"
-        groups.setdefault((backend, why), []).append(str(dtype).removeprefix("torch."))
-    return [
-        f"{', '.join(dtypes)}: {backend} backend; {why}"
-        for (backend, why), dtypes in groups.items()
-    ]
+            why = f"not Triton: {reason}" if reason else "Triton on request, backend='triton'"
+        lines.append(f"{str(dtype).removeprefix('torch.')}: {backend} backend; {why}")
+    return lines
 
 
 def device_name(device: torch.device) -> str:
