@@ -72,7 +72,8 @@ def peak_extra_bytes(
             not count), otherwise the accelerator whose allocator to read.
 
     Raises:
-        RuntimeError: the process failed; the message holds the end of its output.
+        RuntimeError: the process failed, on a CPU also where the system is not Linux; the message
+            holds the end of its output.
     """
     arguments = [json.dumps(sys.path), target, json.dumps(dict(kwargs or {})), device]
     done = subprocess.run(
@@ -92,13 +93,13 @@ def peak_extra_bytes(
     return int(results[-1].removeprefix(_RESULT))
 
 
-def memory_method(device: str = "cpu") -> str:
-    """How :func:`peak_extra_bytes` measures on this machine, for a caption."""
+def memory_method(device: str = "cpu") -> str | None:
+    """How :func:`peak_extra_bytes` measures, for a caption; ``None``: it cannot on this system."""
     if torch.device(device).type != "cpu":
         return "peak of torch's device allocator above the level before the call"
     if _reset_peak():
         return "peak anonymous memory (VmHWM less RssFile) above the level before the call"
-    return "growth of the process's lifetime peak (ru_maxrss), a lower bound"
+    return None
 
 
 def _child(target: str, kwargs: str, device: str) -> None:
@@ -113,9 +114,7 @@ def _host_peak(call: Callable[[], object]) -> int:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)  # glibc only
     trim(0)
     if not _reset_peak():
-        before = _lifetime_peak()
-        result = call()
-        return _lifetime_peak() - before
+        raise RuntimeError(f"the memory of a CPU is measured by {_CLEAR_REFS}, of Linux alone")
     before = _resident("VmRSS") - _resident("RssFile")
     result = call()
     # Pages of files stay once they are loaded: those at the peak are those of now, unless some were
@@ -153,13 +152,6 @@ def _resident(field: str) -> int:
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-def _lifetime_peak() -> int:
-    import resource  # of POSIX systems
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, kibibytes elsewhere
 
 
 def _synchronize() -> None:

@@ -61,7 +61,8 @@ def bench(
     rows: list[dict[str, Any]] = [
         {"name": name, "seconds": found, "extra_bytes": None} for name, found in seconds.items()
     ]
-    for row in rows[1:]:
+    method = memory_method(device)
+    for row in rows[1:] if method else ():
         progress(f"memory of {row['name']}, in a process of its own")
         row["extra_bytes"] = peak_extra_bytes(
             "fusedce.tools.bench:prepare", {"name": row["name"], **target}, device=device
@@ -73,7 +74,7 @@ def bench(
         "dtype": dtype,
         "device": device,
         "where": where,
-        "memory_method": memory_method(device),
+        "memory_method": method or "not measured on this system",
         "rows": rows,  # the bare products first
         "skipped": failed,  # why an implementation did not run
     }
