@@ -2,8 +2,8 @@
 
 Each command imports only the modules it needs, so that ``--help`` does not wait for torch. Findings
 go to standard output, as text or with ``--json`` as one JSON value and nothing else; progress and
-errors go to standard error. Exit status: 0 success, 1 the check failed or could not be finished,
-2 a mistake in the call, 130 interrupted.
+errors go to standard error. Exit status: 0 success, 2 a mistake in the call, 1 the check failed or
+could not be finished.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ except ModuleNotFoundError:
 
 from fusedce.tools.model_sizes import UserError, integers
 
-_NOT_FUSED, _INTERRUPTED = 3, 130
+_NOT_FUSED = 3
 _EXTRAS = {
-    "packaging": "fusedce[cli]",
     "tabulate": "fusedce[cli]",
     "transformers": "fusedce[transformers]",
     "hypothesis": "fusedce[testing]",
@@ -47,8 +46,7 @@ def _command(function: Command) -> Callable[[Command], click.Command]:
     """Make a subcommand of a function that returns its JSON value, its text and its exit status.
 
     A user's mistake is printed as one line, without a traceback. Exit status: 2 for a mistake in
-    the call; 1 for a full disk, too little memory, a missing permission or a missing package; 130
-    for ctrl-C.
+    the call; 1 for a full disk, too little memory, a missing permission or a missing package.
     """
 
     @functools.wraps(function)
@@ -72,9 +70,6 @@ def _command(function: Command) -> Callable[[Command], click.Command]:
             ):
                 raise
             raise click.ClickException(f"this machine's memory does not hold it: {said}") from None
-        except KeyboardInterrupt:
-            _say("interrupted")
-            sys.exit(_INTERRUPTED)
         click.echo(json.dumps(value, indent=1) if as_json else text)
         if status:
             sys.exit(status)
@@ -131,7 +126,7 @@ def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool) -> Ans
 @click.option("--device", default="H200", show_default=True,
               help="cpu, A100, H100, H200, B200, MI300X or 'RTX 4090'.")  # fmt: skip
 def plan(model: str, tokens: int, dtype: str, device: str) -> Answer:
-    """Count the memory of the loss of MODEL without running it, and what a budget buys.
+    """Count the memory of the loss of MODEL without running it.
 
     MODEL is given as for `check`, or as two sizes: H,V such as 4096,128256 (or 4096x128256).
     """

@@ -12,10 +12,6 @@ layers: the combinations of :data:`ATTEMPTS` are tried in their order.
 from __future__ import annotations
 
 import copy
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,15 +44,17 @@ def check(
     Raises:
         UserError: the model cannot be found, built, or run on a few random tokens.
     """
-    with _quietly():
-        if full:
-            module = load(model).float()
-        else:
-            config = config_of(model)
-            kind = class_of(model, config)
-            # A class has its own default values; scales and caps show a wrong loss.
-            module = build(kind, config, steps=model in (kind.__name__, config.model_type))
-        return _compare(_with_lora(module) if peft else module, dtype, compiled)
+    from transformers import logging
+
+    logging.set_verbosity_error()  # transformers warns of small configurations
+    if full:
+        module = load(model).float()
+    else:
+        config = config_of(model)
+        kind = class_of(model, config)
+        # A class has its own default values; scales and caps show a wrong loss.
+        module = build(kind, config, steps=model in (kind.__name__, config.model_type))
+    return _compare(_with_lora(module) if peft else module, dtype, compiled)
 
 
 def _with_lora(module: nn.Module) -> nn.Module:
@@ -145,19 +143,6 @@ def errors_of(ours: Outcome, truth: Outcome) -> tuple[float, float, float]:
         float(abs(ours[1] - truth[1]) / abs(truth[1])),
         float(difference / norm),
     )
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Silence the warnings of transformers about small configurations."""
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)
 
 
 def text(found: dict[str, Any]) -> str:

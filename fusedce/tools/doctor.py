@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from packaging.version import Version
 from torch.utils import collect_env
 
 import fusedce
-from fusedce.backends.choose import (
-    INTERPRETED,
-    TRITON_INSTALLED,
-    default_backend,
-    why_not_triton,
-)
+from fusedce.backends.choose import INTERPRETED, TRITON_INSTALLED, default_backend, why_not_triton
 from fusedce.backends.torch.products import bf16_gemm
 from fusedce.contract.checks import DTYPES
 from fusedce.contract.results import LossSum
@@ -49,12 +44,16 @@ def report() -> dict[str, Any]:
         for device in (torch.device("cpu"), *(torch.device(accelerator.type, i) for i in found))
     ]
     triton = "interpreted (TRITON_INTERPRET is set)" if INTERPRETED else "compiled, not interpreted"
-    gemm = bf16_gemm()
+    gemm, versions = bf16_gemm(), list[dict[str, str | None]]()
+    for name, (oldest, newest) in TESTED.items():
+        versions.append({"name": name, "version": None, "tested": f"{oldest} to {newest}"})
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[-1]["version"] = importlib.metadata.version(name)
     return {
         "fusedce": fusedce.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": [_version(name, *tested) for name, tested in TESTED.items()],
+        "versions": versions,
         "triton_kernels": triton if TRITON_INSTALLED else "none, triton is not installed",
         "fast_bfloat16_on_cpu": None if gemm is None else gemm.name,
         "devices": devices,
@@ -66,7 +65,8 @@ def text(found: dict[str, Any]) -> str:
     """The findings of :func:`report` as text, for a terminal or a bug report."""
     lines = [f"fusedce {found['fusedce']}, Python {found['python']}, {found['platform']}"]
     for row in found["versions"]:
-        lines.append(f"  {row['name']:13} {row['version'] or 'not installed':14} {row['verdict']}")
+        version = row["version"] or "not installed"
+        lines.append(f"  {row['name']:13} {version:14} (tested: {row['tested']})")
     lines.append(f"  Triton kernels: {found['triton_kernels']}")
     gemm = found["fast_bfloat16_on_cpu"]
     lines.append(f"  bfloat16 products on this CPU: {gemm or 'widened to float32'}")
@@ -77,22 +77,6 @@ def text(found: dict[str, Any]) -> str:
             verdict = "ok" if check["right"] else "FAILED"
             lines.append(f"  self-check {check['dtype']:9} {verdict}: {check['detail']}")
     return "\n".join(lines)
-
-
-def _version(name: str, oldest: str, newest: str) -> dict[str, Any]:
-    """The installed version of a package, against the oldest and newest tested ones."""
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return {"name": name, "version": None, "verdict": f"(tested: {oldest} to {newest})"}
-    release = Version(Version(version).public)  # without a local part such as "+cu128"
-    if release < Version(oldest):
-        verdict = f"OLDER than the oldest tested, {oldest}"
-    elif release > Version(newest):
-        verdict = f"newer than the newest tested, {newest}"
-    else:
-        verdict = f"within what is tested, {oldest} to {newest}"
-    return {"name": name, "version": version, "verdict": verdict}
 
 
 def _check(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

@@ -10,20 +10,12 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from fusedce.backends.plan import (
-    EXP_GEMM_H,
-    Call,
-    device_budget,
-    least_bytes,
-    way_of,
-)
+from fusedce.backends.plan import EXP_GEMM_H, Call, device_budget, least_bytes, way_of
 from fusedce.tools import pairs, size
 from fusedce.tools.model_sizes import UserError, sizes
 
 GiB = 2**30
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-
-
 Device = tuple[int, int]  # bytes; classes of a block where one GEMM makes the exponentials, or 0
 DEVICES: dict[str, Device] = {
     "A100": (80 * GiB, 0),
