@@ -167,7 +167,7 @@ class LossAccumulator(Metrics):
             window.denominator()
             sums, _ = self._end(CLOSE, window)
         finally:
-            self._close()
+            self._close(dropped=False)
         self._count_window(sums)
 
     def scale(self, out: Loss) -> Tensor:
@@ -273,7 +273,7 @@ class LossAccumulator(Metrics):
                 "finish is for streaming; a window with declared counts needs no correction"
             )
         sums, trained = self._end(FINISH, window, parameters)
-        self._close()
+        self._close(dropped=False)
         self._decide_step(sums[1])
         if self.should_step:
             scale_gradients(trained, STREAMED * self._tokens.size() / sums[1].clamp(min=1))
@@ -330,7 +330,7 @@ class LossAccumulator(Metrics):
         self._guard.open(window.why_no_step, window.declared is None)
         return window
 
-    def _close(self, dropped: bool = False) -> None:
+    def _close(self, *, dropped: bool) -> None:
         """Forget the open window; ``dropped`` if its gradients are not to be used."""
         if self._window is not None:
             self._window.is_open = False

@@ -7,7 +7,7 @@ from support.params import slow
 
 import fusedce
 from fusedce.backends import triton as backend
-from fusedce.backends.triton import training
+from fusedce.backends.triton import divergence, training
 from fusedce.contract.problem import Problem, Task, Wanted
 from fusedce.testing import Case
 
@@ -188,6 +188,26 @@ def test_training_inside_a_graph_is_training_outside(monkeypatch, dtype, chunk_t
         eps = max(torch.finfo(x.dtype).eps, SAME_SUMS) if x.is_floating_point() else 0
         atol = eps * float(y.abs().max()) if y.numel() else 0
         torch.testing.assert_close(x, y, rtol=eps, atol=atol)
+
+
+@pytest.mark.parametrize("kind", ["forward", "jsd"])
+def test_a_divergence_inside_a_graph_is_one_outside(monkeypatch, kind):
+    """Left-out rows take part there, with a weight of 0."""
+    hidden, weight, labels, _ = Case((50,), 24, 200, ignored=0.4).tensors()
+    teacher, other, _, _ = Case((50,), 24, 200, seed=1).tensors()
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+
+    def run():
+        out = fusedce.fused_kl(
+            hidden, weight, teacher, other, labels, divergence=kind, backend="triton"
+        )
+        return out.loss_sum.detach(), *torch.autograd.grad(out.mean(), leaves)
+
+    outside = run()
+    for module in (training, divergence):
+        monkeypatch.setattr(module, "capturing", lambda device: True)
+    for x, y in zip(run(), outside, strict=True):
+        torch.testing.assert_close(x, y, rtol=SAME_SUMS, atol=SAME_SUMS * float(y.abs().max()))
 
 
 def assert_same_products(these, those):
