@@ -21,7 +21,7 @@ from fusedce.contract.results import LossSum
 TESTED = {
     "torch": ("2.8.0", "2.15.0"),
     "triton": ("3.4.0", "3.9.0"),
-    "transformers": ("5.17.0", "5.23.0"),
+    "transformers": ("5.17.0", "5.24.0"),
     "accelerate": ("1.15.0", "1.15.0"),
     "peft": ("0.21.2", "0.21.2"),
     "trl": ("1.16.0", "1.16.0"),
