@@ -242,11 +242,7 @@ def test_versions_stand_beside_those_that_were_tested(monkeypatch):
 
     monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "2.8.0+cu128")
     found = {row["name"]: row for row in answer("doctor")["versions"]}
-    assert found["torch"] == {
-        "name": "torch",
-        "version": "2.8.0+cu128",
-        "tested": "2.8.0 to 2.15.0",
-    }
+    assert found["torch"]["version"] == "2.8.0+cu128"
     assert "torch         2.8.0+cu128    (tested: 2.8.0 to 2.15.0)" in call("doctor").output
 
 

@@ -27,13 +27,13 @@ def chunks_of(rows: Tensor, size: int) -> tuple[Tensor, ...]:
 
 
 def blocks_of(rows: Tensor, size: int) -> Iterator[Rows]:
-    """``rows`` in blocks whose lengths are multiples of `ROW_MULTIPLE`, where ``size`` is one.
+    """``rows`` in blocks of at most ``size``, each filled up to a multiple of `ROW_MULTIPLE`.
 
-    The last block repeats its last row: libraries compute the last few rows of a matrix with other
-    instructions, and a token would have other bits there.
+    Its last row is repeated: libraries compute the last few rows of a matrix with other
+    instructions, and a token would have other bits there, in backward than in the forward pass too.
     """
     for block in chunks_of(rows, size):
-        missing = 0 if size % ROW_MULTIPLE else -len(block) % ROW_MULTIPLE
+        missing = -len(block) % ROW_MULTIPLE
         if missing:
             yield torch.cat([block, block[-1:].expand(missing)])
         elif block.device.type == "cpu" and block[-1] - block[0] == len(block) - 1:
