@@ -97,11 +97,6 @@ WRONG_NUMBERS = ["", "x", "0", "-1", "1.5", "nan", "inf"]
             for command in (["plan", "64,1000"], ["bench"], ["check", "llama"])
             for x in ("", "fp64")
         ],
-        *[
-            ([*command, f"--picture={x}"], "--picture")
-            for command in (["plan", "64,1000"], ["bench"])
-            for x in (".", "/proc/none/x.png")
-        ],
         (["nothing"], "No such command 'nothing'"),
     ],
 )
@@ -241,8 +236,6 @@ def test_versions_stand_beside_those_that_were_tested(monkeypatch):
     from fusedce.tools import doctor
 
     monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "2.8.0+cu128")
-    found = {row["name"]: row for row in answer("doctor")["versions"]}
-    assert found["torch"]["version"] == "2.8.0+cu128"
     assert "torch         2.8.0+cu128    (tested: 2.8.0 to 2.15.0)" in call("doctor").output
 
 

@@ -128,16 +128,14 @@ def without_logits(case, rank):
 
 found_of = {
     world: ranks.shared({x: functools.partial(without_logits, f) for x, f in cases.items()}, world)
-    for world, cases in ((2, CASES | REFUSED), (4, {"hsdp": hsdp}))
+    for world, cases in ((2, CASES | REFUSED), (4, {"fsdp, copies": hsdp}))
 }
 
 
-@pytest.mark.parametrize(
-    "name", [*marked(CASES, FSDP2_MEAN, "fsdp,"), pytest.param("hsdp", marks=FSDP2_MEAN)]
-)
+@pytest.mark.parametrize("name", marked([*CASES, "fsdp, copies"], FSDP2_MEAN, "fsdp,"))
 def test_equals_one_process(name):
     expected = two_steps(llama(tie_word_embeddings="tied" in name), None)
-    for losses, parameters in found_of[4 if name == "hsdp" else 2](name):
+    for losses, parameters in found_of[4 if "copies" in name else 2](name):
         torch.testing.assert_close(losses, expected[0], rtol=STATISTIC, atol=0)
         same = {k: v for k, v in expected[1].items() if k in parameters}
         same_model(parameters, same)

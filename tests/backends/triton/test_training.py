@@ -192,7 +192,6 @@ def test_training_inside_a_graph_is_training_outside(monkeypatch, dtype, chunk_t
 
 @pytest.mark.parametrize("kind", ["forward", "jsd"])
 def test_a_divergence_inside_a_graph_is_one_outside(monkeypatch, kind):
-    """Left-out rows take part there, with a weight of 0."""
     hidden, weight, labels, _ = Case((50,), 24, 200, ignored=0.4).tensors()
     teacher, other, _, _ = Case((50,), 24, 200, seed=1).tensors()
     leaves = hidden.requires_grad_(), weight.requires_grad_()
