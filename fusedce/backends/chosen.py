@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fusedce.backends.gradients import call_of, check_budget
 from fusedce.backends.shards import all_reduce, sharded_call
-from fusedce.backends.torch.logit_tiles import Logits
 from fusedce.contract.labels import used_tokens
 from fusedce.contract.problem import Problem, Projection, Shard, Wanted, acc_dtype
 
@@ -89,7 +88,7 @@ def chosen_logits(problem: Problem, classes: Tensor) -> Tensor:
         h = problem.hidden[rows].to(head.acc).masked_fill(~valid[rows].any(1, keepdim=True), 0)
         # (A matrix product might round its operands, where the user allows that for float32.)
         z[rows] = problem.weight[y[rows]].to(head.acc).mul_(h[:, None]).sum(2)
-    z = Logits(head).finished(z, y)
+    z = head.finished(z, y)
     if problem.temperature is not None:
         z = (z / problem.temperature[:, None]).to(head.acc)
     z.masked_fill_(y != classes, math.nan)  # out of range, on devices whose labels are not read

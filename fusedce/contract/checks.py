@@ -35,7 +35,6 @@ def checked(problem: Problem) -> Problem:
 def check_options(problem: Problem) -> None:
     """Raise ``TypeError`` or ``ValueError`` unless a problem's numbers and weights are right."""
     check_ignore_index(problem.ignore_index, problem.labels)
-    memory_budget_of(problem.memory_budget, problem.chunk_tokens)
     for name in NUMBERS:
         value = getattr(problem, name)
         if value is not None or Problem._field_defaults[name] is not None:

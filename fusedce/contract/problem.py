@@ -138,6 +138,17 @@ class Projection(NamedTuple):
         """Derivative of capped logits ``z`` by those before the cap; ``None`` without a cap."""
         return None if self.softcap is None else 1 - (z / self.softcap).square_()
 
+    def finished(self, z: Tensor, classes: Tensor | slice) -> Tensor:
+        """Logits of products ``z`` with rows of the weight, in their place."""
+        if self.bias is not None:
+            bias = self.bias[classes].to(z.dtype)
+            z.add_(bias[:, None] if isinstance(classes, slice) else bias)
+        if self.scale != 1.0:
+            z.mul_(self.scale)
+        if self.softcap is not None:
+            z.div_(self.softcap).tanh_().mul_(self.softcap)
+        return z
+
 
 # ---- beside a problem ---------------------------------------------------------------------------
 

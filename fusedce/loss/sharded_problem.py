@@ -212,7 +212,7 @@ def no_labels(hidden: Any) -> Tensor:
 
 
 def _row_of(problem: Problem, asked: dict[str, Any]) -> Tensor:
-    """What this rank tells the others: its settings, and the numbers from `_ROWS` on."""
+    """Make the row that this rank sends: its settings, and the numbers from `_ROWS` on."""
     labels, N = problem.labels.reshape(-1).long(), problem.hidden.shape[:-1].numel()
     mine = torch.zeros(LENGTH - TEXT, dtype=torch.int64, device="cpu")
     mine[_ROWS], mine[_TOKENS] = len(problem.weight), N
@@ -274,10 +274,9 @@ def _agree(
 
 def _settings(problem: Problem, asked: dict[str, Any]) -> dict[str, Any]:
     """Settings that ranks must share: options of the loss, and what decides the collectives."""
-    options, c = list(problem._asdict().items())[3:], problem.class_weight
-    grad = torch.is_grad_enabled()
+    c, grad = problem.class_weight, torch.is_grad_enabled()
     settings = {
-        **{name: True if isinstance(x, Tensor) else x for name, x in options},
+        **{name: True if isinstance(x, Tensor) else x for name, x in problem._asdict().items()},
         "hidden.dtype": str(problem.hidden.dtype),
         "hidden.requires_grad": grad and problem.hidden.requires_grad,
         # The shape beside the checksum, so that no rank alone raises for its shape.

@@ -30,7 +30,7 @@ def blocks_of(rows: Tensor, size: int) -> Iterator[Rows]:
     """``rows`` in blocks of at most ``size``, each filled up to a multiple of `ROW_MULTIPLE`.
 
     Its last row is repeated: libraries compute the last few rows of a matrix with other
-    instructions, and a token would have other bits there, in backward than in the forward pass too.
+    instructions, which would give a token other bits there, and in backward other logits.
     """
     for block in chunks_of(rows, size):
         missing = -len(block) % ROW_MULTIPLE
@@ -82,7 +82,7 @@ class Logits:
     def tile(self, h: Tensor, begin: int, end: int, out: Tensor | None = None) -> Tensor:
         """``(v, C)`` logits of classes ``begin`` to ``end``, in ``out`` or until the next tile."""
         w = self.rows(begin, end, self.products.logits)
-        return self.finished(self._product(w, h, out), slice(begin, end))
+        return self.head.finished(self._product(w, h, out), slice(begin, end))
 
     def step(self, way: Way) -> int:
         """Classes of a tile: those of the plan, or fewer, so that its logits stay in the cache."""
@@ -93,7 +93,7 @@ class Logits:
     def of_classes(self, h: Tensor, classes: Tensor) -> Tensor:
         """``(K, C)`` logits of ``classes (K,)``, until the next tile."""
         w = self.head.weight[classes].to(self.products.logits)
-        return self.finished(self._product(w, h, None), classes[:, None])
+        return self.head.finished(self._product(w, h, None), classes[:, None])
 
     def rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         """``(v, H)`` rows of the weight; widened ones stay until others are asked for."""
@@ -115,18 +115,6 @@ class Logits:
             self._z = _as_large_as(self._z, len(w) * len(h))
             out = self._z[: len(w) * len(h)].view(len(w), len(h))
         return self.products(w, h.t(), out)
-
-    def finished(self, z: Tensor, classes: Tensor | slice) -> Tensor:
-        """Logits of products ``z`` with rows of the weight, in their place."""
-        head = self.head
-        if head.bias is not None:
-            bias = head.bias[classes].to(z.dtype)
-            z.add_(bias[:, None] if isinstance(classes, slice) else bias)
-        if head.scale != 1.0:
-            z.mul_(head.scale)
-        if head.softcap is not None:
-            z.div_(head.softcap).tanh_().mul_(head.softcap)
-        return z
 
 
 def _as_large_as(buffer: Tensor, elements: int) -> Tensor:
