@@ -1,19 +1,23 @@
 """Divergences from a teacher: against their definition, near equality, and errors."""
 
 import math
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bounds import STATISTIC, errs_like, logit_rounding
-from support.pairs import Pair, check_pair, pairs
 from support.params import slow
+from torch import Tensor
 
 from fusedce import fused_ce, fused_kl, fused_kl_tokens, reference_kl
+from fusedce.contract.checks import DTYPES
+from fusedce.contract.problem import KINDS, acc_dtype
+from fusedce.testing import NAMES, Loss, assert_within, draw_numbers
 
-KINDS = ("forward", "reverse", "jsd")
 BACKENDS = ("torch", "triton")
 
 
@@ -40,6 +44,146 @@ def summed_by_token(*tensors, **options):
 
 def wide(tensors):
     return [x.double() if x.is_floating_point() else x for x in tensors]
+
+
+# ---- random pairs -------------------------------------------------------------------------------
+
+NUMBERS: dict[str, tuple[float, ...]] = {
+    "temperature": (0.5, 2.0),
+    "softcap": (1.0, 30.0),
+    "teacher_softcap": (5.0,),
+    "logit_scale": (0.25, -1.5),
+    "teacher_logit_scale": (3.0,),
+    "ce_weight": (0.3, -1.0),
+    "beta": (0.0, 0.1, 1.0),
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A student and a teacher, described by numbers so that a failure can be read and replayed.
+
+    Attributes:
+        N, H, teacher_H, V: positions, hidden sizes, vocabulary size.
+        dtype, teacher_dtype: of each head; ``None``: the student's.
+        ignored: share of ignored labels, 0 to 1; both hidden states hold NaN there.
+        spread: standard deviation of the logits.
+        bias, token_weight: give these to the loss; weights have both signs, and some are 0.
+        options: further keyword arguments of the loss.
+        seed: of the random numbers.
+    """
+
+    N: int = 9
+    H: int = 12
+    teacher_H: int = 20
+    V: int = 131
+    dtype: torch.dtype = torch.float32
+    teacher_dtype: torch.dtype | None = None
+    ignored: float = 0.0
+    spread: float = 1.0
+    bias: bool = False
+    token_weight: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def tensors(self) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """``(hidden, weight, teacher_hidden, teacher_weight, labels)`` and keyword arguments."""
+        rng = torch.Generator().manual_seed(self.seed)
+        of_teacher = self.teacher_dtype or self.dtype
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=rng)
+
+        hidden = draw(self.N, self.H) * self.spread / self.H**0.5
+        there = draw(self.N, self.teacher_H) * self.spread / self.teacher_H**0.5
+        labels = torch.randint(self.V, (self.N,), generator=rng)
+        ignored = torch.rand(self.N, generator=rng) < self.ignored
+        labels[ignored] = -100
+        hidden[ignored] = there[ignored] = math.nan
+        options = dict(self.options)
+        if self.bias:
+            options["bias"] = draw(self.V).to(self.dtype)
+            options["teacher_bias"] = draw(self.V).to(of_teacher)
+        if self.token_weight:
+            options["token_weight"] = draw(self.N) * (torch.rand(self.N, generator=rng) < 0.7)
+        tensors = (
+            hidden.to(self.dtype),
+            draw(self.V, self.H).to(self.dtype),
+            there.to(of_teacher),
+            draw(self.V, self.teacher_H).to(of_teacher),
+            labels,
+        )
+        return tensors, options
+
+
+@st.composite
+def pairs(
+    draw: st.DrawFn,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    max_vocabulary: int = 300,
+) -> Pair:
+    """Strategy of :class:`Pair`."""
+    chosen = draw_numbers(draw, NUMBERS, NUMBERS)
+    chosen["divergence"] = draw(st.sampled_from(KINDS), label="divergence")
+    vocabularies = st.one_of(st.sampled_from([1, 2, 257]), st.integers(1, max_vocabulary))
+    return Pair(
+        N=draw(st.integers(0, 20), label="N"),
+        H=draw(st.integers(1, 30), label="H"),
+        teacher_H=draw(st.integers(1, 30), label="teacher_H"),
+        V=draw(vocabularies, label="V"),
+        dtype=draw(st.sampled_from(dtypes)),
+        ignored=draw(st.sampled_from([0.0, 0.4, 1.0])),
+        spread=draw(st.sampled_from([0.1, 1.0, 20.0])),
+        bias=draw(st.booleans(), label="bias"),
+        token_weight=draw(st.booleans(), label="token_weight"),
+        options=chosen,
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+def check_pair(fn: Loss, pair: Pair) -> None:
+    """Compare one pair. Gradients may have twice torch's error in the same dtype, plus roundings.
+
+    The loss may have the rounding errors of its logits, which are sums of H products.
+    """
+    tensors, options = pair.tensors()
+    loss, n_valid, grads = gradients_of(fn, tensors, options)
+    wide = tuple(x.double() if x.is_floating_point() else x for x in tensors)
+    wide_options = {k: x.double() if isinstance(x, Tensor) else x for k, x in options.items()}
+    exact, count, exact_grads = gradients_of(reference_kl, wide, wide_options)
+    eager = partial(reference_kl, dtype=torch.float32)
+    _, _, eager_grads = gradients_of(eager, tensors, options)
+    assert int(n_valid) == int(count), f"n_valid is {int(n_valid)}, reference {int(count)}: {pair}"
+    acc = acc_dtype(pair.dtype)
+    assert loss.dtype == acc, f"loss_sum must be {acc}, got {loss.dtype}"
+    eps, out = torch.finfo(acc).eps, torch.finfo(pair.dtype).eps
+    size = 1 + 30 * pair.spread
+    # weights of both signs may cancel in the sum, so that the bound takes their absolute values
+    weights = max([1.0, *options.get("token_weight", torch.ones(1)).abs().tolist()])
+    floor = 8 * eps * size * (float(exact.abs()) + pair.N * weights)
+    assert_within("loss_sum", loss, exact, exact, floor, pair)
+    for name, ours, truth, theirs in zip(NAMES, grads, exact_grads, eager_grads, strict=False):
+        assert ours.dtype == pair.dtype, f"{name}: gradient of {ours.dtype} for {pair.dtype}"
+        largest = float(truth.abs().max()) if truth.numel() else 0.0
+        floor = 2 * out * largest + 4 * eps * size * weights
+        assert_within(name, ours, theirs, truth, floor, pair)
+
+
+def gradients_of(
+    fn: Loss, tensors: tuple[Tensor, ...], options: dict[str, Any]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """``loss_sum``, ``n_valid``, and gradients of the mean by hidden, weight and bias."""
+    hidden, weight, *rest = tensors
+    leaves = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
+    if "bias" in options:
+        leaves.append(options["bias"].detach().requires_grad_())
+        options = options | {"bias": leaves[-1]}
+    loss_sum, n_valid = fn(*leaves[:2], *rest, **options)
+    grads = torch.autograd.grad(loss_sum / n_valid.clamp(min=1), leaves)
+    return loss_sum.detach(), n_valid, list(grads)
+
+
+# ---- against the definition ---------------------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None)
