@@ -1,6 +1,7 @@
 """Real gloo processes for tests: one start, many cases."""
 
 import contextlib
+import faulthandler
 import functools
 import os
 import re
@@ -25,7 +26,10 @@ def run(cases, ranks=2, *, timeout=TIMEOUT, backend="gloo"):
     """
     with tempfile.TemporaryDirectory() as folder:
         args = (folder, ranks, cases, timeout, backend)
-        mp.start_processes(_worker, args, nprocs=ranks, start_method="fork")
+        try:
+            mp.start_processes(_worker, args, nprocs=ranks, start_method="fork")
+        except mp.ProcessExitedException as e:
+            raise AssertionError(Path(folder, f"{e.error_index}.stack").read_text()) from e
         per_rank = [torch.load(Path(folder) / str(r), weights_only=False) for r in range(ranks)]
     missing = Failed("not run: a case before this one failed")
     return {name: [results.get(name, missing) for results in per_rank] for name in cases}
@@ -94,6 +98,7 @@ def timed(f, *args, **kwargs):
 
 
 def _worker(rank, folder, ranks, cases, timeout, backend):
+    faulthandler.enable(open(Path(folder, f"{rank}.stack"), "w"))  # noqa: SIM115  while it lives
     # A forked process has none of its parent's threads, and would wait for them. Accelerate asks
     # for more where the variable is not set.
     torch.set_num_threads(1)
@@ -116,4 +121,3 @@ def _worker(rank, folder, ranks, cases, timeout, backend):
     _save()
     with contextlib.suppress(RuntimeError):  # a rank that has failed is gone already
         dist.barrier()  # one that leaves while another one talks to it aborts that one
-    dist.destroy_process_group()
