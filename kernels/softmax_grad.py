@@ -35,6 +35,7 @@ import triton
 import triton.language as tl
 
 from .tile import (
+    LIKELY,
     LOG2E,
     block_reference,
     exp,
@@ -289,7 +290,7 @@ def softmax_rows_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "labels", "lse", "temperature", "alpha", "beta", "gamma", "at_label", "entries",
+        "labels", "lse", "top", "temperature", "alpha", "beta", "gamma", "at_label", "entries",
         "first", "begin", "T",
     ]
 )  # fmt: skip
@@ -300,6 +301,7 @@ def token_grad_kernel(
     class_weight,  # (V,) fp32 from `begin`, or None
     labels,  # (C,) int
     lse,  # (C,) fp32
+    top,  # (C,) fp32, or None: the largest logit as the forward pass has it
     temperature,  # (C,) fp32, or None: divisor of the logits in p alone
     alpha,  # (C,) fp32, as all below: g = p * (alpha - beta * log p) + gamma * class_weight
     beta,  # or None
@@ -338,6 +340,8 @@ def token_grad_kernel(
     if temperature is not None:
         log_p /= tl.load(temperature + c)
     log_p -= tl.load(lse + c)
+    if top is not None:  # near p = 1 the rounding of another product would be all of log p
+        log_p = tl.where(log_p > LIKELY, tl.load(top + c) - tl.load(lse + c), log_p)
     p = tl.exp2(log_p * LOG2E)
     factor = tl.load(alpha + c)
     if beta is not None:

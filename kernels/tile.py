@@ -9,6 +9,7 @@ import triton.language as tl
 
 # log2(e) as float32 has it, so that float64 code undoes exactly what float32 code did.
 LOG2E: tl.constexpr = tl.constexpr(1.4426950216293335)
+LIKELY: tl.constexpr = tl.constexpr(-0.69)  # log p that only one class can have
 
 
 @triton.jit

@@ -310,7 +310,7 @@ def merge_stats_kernel(
     entropy,  # where there are moments
     zmean,  # where there are zsums
     argmax,  # (N,) int64 out, where there is best
-    highest,  # (N,) fp32 out, the same: its logit
+    highest,  # (N,) fp32 out, or None: the largest logit
     N,
     V,
     splits,
@@ -348,6 +348,7 @@ def merge_stats_kernel(
     label = tl.load(labels + row, mask=mask_n, other=0).to(tl.int64)
     if best is not None:
         tl.store(argmax + row, tl.where(z > m, label, index.to(tl.int64)), mask=mask_n)
+    if highest is not None:
         tl.store(highest + row, tl.maximum(m, z).to(tl.float32), mask=mask_n)
     if moments is not None:
         top, others, moment = merge(m, others, moment, z, none, none, True)

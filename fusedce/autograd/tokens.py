@@ -63,7 +63,7 @@ def token_stats(task: Task) -> tuple[Stats, Tensor]:
     lse = wanted.lse or (train and task.divergence is None)
     task = task.but(wanted=wanted.but(hidden=hidden, weight=weight, bias=bias, lse=lse))
     stats = transformed_stats.apply if transformed() else torch.ops.fusedce.stats
-    nll, lse, entropy, zmean, z, n_valid, argmax = stats(*task.flat())
+    nll, lse, entropy, zmean, z, _, n_valid, argmax = stats(*task.flat())
     return Stats(nll, lse.to(nll.dtype), entropy, zmean, n_valid, argmax), z
 
 
@@ -73,7 +73,7 @@ def token_stats(task: Task) -> tuple[Stats, Tensor]:
 @torch.library.custom_op(
     "fusedce::stats",
     mutates_args=(),
-    schema=schema_of("(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", *Task.records()),
+    schema=schema_of(f"({', '.join(['Tensor'] * 8)})", *Task.records()),
 )
 def _stats(*flat: Any) -> tuple[Tensor, ...]:
     task = Task.of(flat)[0]
@@ -83,7 +83,7 @@ def _stats(*flat: Any) -> tuple[Tensor, ...]:
         if divergence is not None:
             check_divergence_budget(task)
             loss, n_valid, *_ = backend.divergence_and_grads(task.but(wanted=Wanted()))
-            lse, *nothing = (loss.new_empty(0) for _ in range(4))
+            lse, *nothing = (loss.new_empty(0) for _ in range(5))
             return loss, lse.double(), *nothing, n_valid, labels.new_empty(0, dtype=torch.int64)
         over_ranks: Backend | OfShard = backend if shard is None else OfShard(backend, shard)
         problem = chosen.with_what_is_left(problem, wanted, shard)
@@ -93,7 +93,13 @@ def _stats(*flat: Any) -> tuple[Tensor, ...]:
             problem = chosen.one_class(problem, z)
         argmax = labels.new_empty(len(labels) if wanted.argmax else 0, dtype=torch.int64)
         found = over_ranks.token_stats(problem, wanted, argmax if wanted.argmax else None)
-        return *found[:4], z, found.n_valid, argmax
+        top = found.top if _needs_top(problem, wanted) else None
+        return *found[:4], z, z.new_empty(0) if top is None else top, found.n_valid, argmax
+
+
+def _needs_top(problem: Problem, wanted: Wanted) -> bool:
+    """Whether backward has other products of the same logits, and needs the largest one."""
+    return wanted.lse and problem.backend == "triton"
 
 
 @_stats.register_fake
@@ -101,17 +107,18 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
     problem, wanted, divergence, _ = Task.of(flat)[0]
     N, dtype = problem.labels.shape[0], acc_dtype(problem.hidden.dtype)
     own = divergence is None
-    nll, lse, entropy, zmean = (
+    nll, lse, entropy, zmean, top = (
         problem.hidden.new_empty((N if want else 0,), dtype=dtype)
         for want in (
-            True, own and wanted.lse, own and wanted.entropy, own and wanted.zmean
+            True, own and wanted.lse, own and wanted.entropy, own and wanted.zmean,
+            own and _needs_top(problem, wanted),
         )
     )  # fmt: skip
     lse = lse.double()
     z = nll.new_empty(problem.labels.shape if problem.labels.dim() == 2 else (0,))
     n_valid = problem.labels.new_empty((), dtype=torch.int64)
     argmax = problem.labels.new_empty((N if own and wanted.argmax else 0,), dtype=torch.int64)
-    return nll, lse, entropy, zmean, z, n_valid, argmax
+    return nll, lse, entropy, zmean, z, top, n_valid, argmax
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -121,7 +128,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     ctx.wanted = needed_gradients(ctx, Problem)
     ctx.at = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
     ctx.options = tuple(None if isinstance(x, Tensor) else x for x in inputs)
-    ctx.save_for_backward(*(inputs[i] for i in ctx.at), *output[:5])
+    ctx.save_for_backward(*(inputs[i] for i in ctx.at), *output[:6])
 
 
 def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], grads_op: Any) -> tuple[Any, ...]:
@@ -218,7 +225,7 @@ class OfShard(NamedTuple):
         """
         V, acc = self.shard.V, acc_dtype(problem.hidden.dtype)
         used, n_valid = used_tokens(problem, V)
-        mine = self._of_here(problem, wanted, used)
+        mine, top = self._of_here(problem, wanted, used)
         others, z_labels, *more = of_ranks(mine, self.shard)  # (ranks, N) each
         known = (problem.labels >= 0) & (problem.labels < V)
         nll, lse = nll_and_lse(others.logsumexp(0), z_labels, known)
@@ -234,10 +241,12 @@ class OfShard(NamedTuple):
             return nll.new_empty(0, dtype=acc) if x is None else x.to(acc).masked_fill(~used, 0)
 
         lse = lse.masked_fill(~used, 0) if wanted.lse else lse[:0]
-        return Stats(rounded(nll), lse, rounded(entropy), rounded(zmean), n_valid, argmax)
+        return Stats(rounded(nll), lse, rounded(entropy), rounded(zmean), n_valid, argmax, top)
 
-    def _of_here(self, problem: Problem, wanted: Wanted, used: Tensor) -> list[Tensor]:
-        """Numbers for the other ranks, ``(N,)`` float64 each.
+    def _of_here(
+        self, problem: Problem, wanted: Wanted, used: Tensor
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Numbers for the other ranks, ``(N,)`` float64 each; and the largest logit here.
 
         These are the log-sum-exp of the logits but the label's, the label's logit where it lies
         here, entropy, sum of the logits, the largest logit and its class.
@@ -247,7 +256,7 @@ class OfShard(NamedTuple):
         if not V:
             none = torch.zeros_like(nowhere)
             more = [none] * (wanted.entropy + wanted.zmean)
-            return [nowhere, nowhere, *more, *[nowhere, none][: 2 * wanted.argmax]]
+            return [nowhere, nowhere, *more, *[nowhere, none][: 2 * wanted.argmax]], none.float()
         local, here = self._local(problem, used, elsewhere=0)
         argmax = torch.empty(N, dtype=torch.int64, device=device) if wanted.argmax else None
         found = self.backend.token_stats(local, wanted.but(lse=True), argmax)
@@ -259,7 +268,7 @@ class OfShard(NamedTuple):
             mine.append(found.zmean.double() * V)
         if argmax is not None and found.top is not None:
             mine += [found.top.double(), (argmax + self.shard.first).double()]
-        return mine
+        return mine, found.top
 
     def token_grads(
         self, problem: Problem, wanted: Wanted, lse: Tensor, upstream: Upstream, dtypes: Dtypes

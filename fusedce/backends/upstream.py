@@ -22,10 +22,11 @@ class Values(NamedTuple):
     entropy: Tensor  # (N,), or (0,)
     zmean: Tensor  # (N,), or (0,)
     z: Tensor  # (N, K) logits of chosen classes, or (0,)
+    top: Tensor  # (N,) the largest logit, or (0,)
 
 
 class Upstreams(NamedTuple):
-    """Upstream gradients of :class:`Values`, where there are any."""
+    """Upstream gradients of :class:`Values` but the last, where there are any."""
 
     nll: Tensor | None
     lse: Tensor | None
@@ -99,7 +100,8 @@ def upstream_of(
     if beta is not None:
         alpha, beta = alpha + beta * low, beta * torch.exp(-low)
     alpha = alpha * torch.exp(-low) + 0 * at_label
-    return Upstream(alpha, beta, gamma, at_label, used, chosen, at_classes)
+    top = values.top if len(values.top) else None
+    return Upstream(alpha, beta, gamma, at_label, used, chosen, at_classes, top)
 
 
 def loss_in_two_passes(
@@ -125,7 +127,7 @@ def loss_in_two_passes(
     factor = expected_upstream(problem, stats.n_valid)
     by, outer = slopes(problem, y, lse), factor.double().expand_as(nll)
     of_stats = Upstreams(outer * by.nll, outer * by.lse, None, None, None)
-    upstream = upstream_of(problem, Values(nll, lse, nll[:0], nll[:0], nll[:0]), of_stats, V=V)
+    upstream = upstream_of(problem, Values(nll, lse, *[nll[:0]] * 4), of_stats, V=V)
     grads = token_grads(problem, wanted, stats.lse, upstream, waiting(problem))
     total = losses.sum().to(stats.nll.dtype)
     return Summed(total, stats.n_valid, factor, *grads)

@@ -33,7 +33,7 @@ class Stats(NamedTuple):
     zmean: Tensor  # sum_v c_v z_v / V
     n_valid: Tensor  # () int64
     argmax: Tensor | None = None  # (N,) int64, where it is wanted; -1 at those positions
-    top: Tensor | None = None  # (N,) the largest logit, where argmax is wanted
+    top: Tensor | None = None  # (N,) the largest logit, where argmax or a backward pass needs it
 
 
 class Upstream(NamedTuple):
@@ -50,6 +50,7 @@ class Upstream(NamedTuple):
     used: Tensor  # bool: tokens with a factor other than 0
     classes: Tensor | None = None  # (N, K) rows of weight, -1 for none
     at_classes: Tensor | None = None  # (N, K) fp32 or fp64: more, by their products
+    top: Tensor | None = None  # (N,) the largest logit, if backward has not the same bits
 
 
 class Slopes(NamedTuple):

@@ -205,7 +205,8 @@ def test_a_rounded_log_sum_exp_is_in_no_gradient(backend):
     )
 
 
-def test_backward_of_few_tokens_has_the_logits_of_the_forward_pass():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backward_of_few_tokens_has_the_logits_of_the_forward_pass(backend):
     rng = torch.Generator().manual_seed(0)
     hidden, weight = 12 * torch.randn(24, 32, generator=rng), torch.randn(128, 32, generator=rng)
 
@@ -214,7 +215,7 @@ def test_backward_of_few_tokens_has_the_logits_of_the_forward_pass():
         entropy = stats(*leaves, torch.ones(24, dtype=torch.int64), **options).entropy
         return torch.autograd.grad(entropy.sum(), leaves)
 
-    ours = gradients(fused_logprobs, torch.float32, backend="torch", chunk_tokens=1)
+    ours = gradients(fused_logprobs, torch.float32, backend=backend, chunk_tokens=1)
     eager = gradients(token_stats, torch.float32)
     errs_like(ours, eager, gradients(token_stats, torch.float64))
 

@@ -53,7 +53,10 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
         losses = torch.zeros(N, dtype=torch.float32, device=device)
         if n == 0:
             return Summed(losses, packed.n_valid, factor, *grads.written())
-        weights = _weights(problem)
+        V, y, w = len(problem.weight), problem.labels, problem.token_weight
+        weights = torch.ones_like(y, dtype=torch.float32) if w is None else w.float()
+        # A token whose label is bad counts.
+        weights = weights.masked_fill(problem.valid() & ((y < 0) | (y >= V)), 1)
         rows = packed.rows[:n].long()
         left_out = None
         if capturing(device):  # all rows take part, and those that do not count as zeros
@@ -83,13 +86,6 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
                 h, largest = scaled_by(h, factors)
                 add_product(grads.weight, g.t(), h, alpha, largest, first=begin == 0)
         return Summed(losses, packed.n_valid, factor, *grads.written())
-
-
-def _weights(problem: Problem) -> Tensor:
-    """Weights ``(N,)`` fp32; 1 where a label is bad, so that its token counts."""
-    V, y, w = len(problem.weight), problem.labels, problem.token_weight
-    w = torch.ones_like(y, dtype=torch.float32) if w is None else w.float()
-    return w.masked_fill(problem.valid() & ((y < 0) | (y >= V)), 1)
 
 
 class _Chunk:

@@ -85,10 +85,9 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
 
     nll, entropy, zmean = (zeros(x) for x in (True, wanted.entropy, wanted.zmean))
     lse = zeros(wanted.lse, torch.float64)
-    top = None
+    top = zeros(wanted.lse or argmax is not None)
     if argmax is not None:
         argmax.fill_(-1)
-        top = zeros(True)
     partials: dict[str, Any] = {
         "maxima": plane(True),
         "sums": plane(True),
@@ -123,7 +122,7 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
                 entropy=entropy,
                 zmean=zmean,
                 argmax=argmax,
-                highest=top,
+                highest=top if len(top) else None,
                 N=N,
                 V=len(problem.weight),
                 splits=splits,

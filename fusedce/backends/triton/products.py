@@ -22,11 +22,7 @@ def product(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
     if device.type != "cpu":
         kind = str(dtype).removeprefix("torch.")
         say_once(f"torch multiplies {kind} on {device} into no float32: it multiplies in float32")
-    return _of_widened
-
-
-def _of_widened(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-    return torch.mm(a.float(), b.float(), out=out)
+    return lambda a, b, *, out: torch.mm(a.float(), b.float(), out=out)
 
 
 @functools.cache

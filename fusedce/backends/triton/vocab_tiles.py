@@ -100,6 +100,7 @@ class _Walk(Head):
         self.of_rows = of_rows | {
             "labels": labels,
             "lse": lse[chosen].float(),
+            "top": None if upstream.top is None else upstream.top[chosen],
             "temperature": None if temperature is None else temperature[chosen].float(),
         }
         self.entries = torch.zeros(n, dtype=torch.float32, device=weight.device)  # the labels'
