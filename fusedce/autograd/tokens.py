@@ -341,9 +341,9 @@ def _refuse(ctx: Any, *upstream: Tensor | None) -> None:
     raise no_second_derivative()
 
 
-def _transformed_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-    return input_grads(ctx, upstream, transformed_grads.apply)
-
-
 transformed_grads = _function_of(torch.ops.fusedce.grads, lambda *_: None, _refuse)
-transformed_stats = _function_of(torch.ops.fusedce.stats, setup_context, _transformed_backward)
+transformed_stats = _function_of(
+    torch.ops.fusedce.stats,
+    setup_context,
+    lambda ctx, *upstream: input_grads(ctx, upstream, transformed_grads.apply),
+)

@@ -127,10 +127,6 @@ def _over(p: Rows, after: Shape, other: Any) -> Rows | None:
     return _times(p, after, 1 / number) if number else None
 
 
-def _tanh(p: Rows, after: Shape) -> Rows | None:
-    return None if p.cap is not None else p._replace(cap=1.0)
-
-
 def _plus(p: Rows, after: Shape, other: Any, *, alpha: float = 1) -> Rows | None:
     if alpha != 1 or not p.is_product() or is_vocabulary_shard(p.weight):
         return None
@@ -168,7 +164,7 @@ RULES: dict[Any, Rule] = {
     **{f: functools.partial(_along, f) for f in (aten.select.int, aten.index_select.default)},
     aten.index.Tensor: _index,
     aten.neg.default: lambda p, after: _times(p, after, -1.0),
-    aten.tanh.default: _tanh,
+    aten.tanh.default: lambda p, after: None if p.cap is not None else p._replace(cap=1.0),
     aten.add.Tensor: _plus,
 }  # fmt: skip
 

@@ -130,8 +130,11 @@ def interpreted(device: torch.device) -> bool:
 
 def input_precision(x: Tensor) -> str:
     """Precision of the kernels' products: TF32 for float32 where torch's own products use it."""
-    nvidia = x.is_cuda and torch.version.hip is None
-    return "tf32" if nvidia and x.dtype == torch.float32 and tf32_allowed() else "ieee"
+    return "tf32" if x.dtype == torch.float32 and _cuda(x.device) and tf32_allowed() else "ieee"
+
+
+def _cuda(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None
 
 
 def tf32_allowed() -> bool:
