@@ -93,8 +93,9 @@ def _stats(*flat: Any) -> tuple[Tensor, ...]:
             problem = chosen.one_class(problem, z)
         argmax = labels.new_empty(len(labels) if wanted.argmax else 0, dtype=torch.int64)
         found = over_ranks.token_stats(problem, wanted, argmax if wanted.argmax else None)
-        top = found.top if _needs_top(problem, wanted) else None
-        return *found[:4], z, z.new_empty(0) if top is None else top, found.n_valid, argmax
+        top = found.top if _needs_top(problem, wanted) else z.new_empty(0)
+        assert top is not None
+        return *found[:4], z, top, found.n_valid, argmax
 
 
 def _needs_top(problem: Problem, wanted: Wanted) -> bool:
