@@ -142,7 +142,8 @@ class LossAccumulator(Metrics):
             self._check_ready()
             declared = as_counts(counts)
             if not declared and self._has_loss:
-                raise ValueError("counts must hold one number per micro-batch, got none at all")
+                empty = f"{counts!r}, which gives none"
+                raise ValueError(f"counts must hold one number per micro-batch, got {empty}")
         none = torch.zeros(1, dtype=torch.int64, device="cpu")
         n_valid = together(declared).sum(0, keepdim=True) if declared else none
         n_micro = 1 + len(declared) if self._has_loss else 0
