@@ -157,9 +157,12 @@ def test_the_gradient_with_respect_to_logits(m, x, y, of):
     return loss.sum(), g, h
 
 
+@pytest.mark.parametrize("frozen", [(), (0,), (1,)])
 @same
-def test_a_gradient_handed_on_by_hand(m, x, y):
+def test_a_gradient_handed_on_by_hand(m, x, y, frozen):
     """Pipelines call the backward of the logits with the gradient of a leaf."""
+    for i in frozen:
+        m[i].requires_grad_(False)
     z = m(x)
     leaf = z.detach().requires_grad_()
     loss = ce(leaf, y)

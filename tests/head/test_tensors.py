@@ -97,7 +97,14 @@ def functional_call(model):
     return ce(z, tokens(3, 7, seed=1)), z
 
 
+def labels_of_another_shape(model):
+    with pytest.raises(RuntimeError, match="multi-target"):
+        F.cross_entropy(model(tokens(21)), tokens(21, 1))
+    return ()
+
+
 USES = {
+    "labels of another shape": labels_of_another_shape,
     "another weight": other_weight,
     "functional_call": functional_call,
     "a value per row is no bias": lambda model: model(tokens(V)) + torch.arange(V)[:, None],
