@@ -43,7 +43,7 @@ class LossAccumulator(Metrics):
 
     Each micro-loss is multiplied by ``R * backward_divisor / max(sum of n_valid, 1)``, the sum
     over micro-batches and ranks, with ``R`` the number of ranks where gradients are averaged and
-    1 where they are added. Streaming divides by 1024 tokens per rank first, and ``finish`` corrects
+    1 where they are added. Streaming divides by 1024 per rank at first, and ``finish`` corrects
     ``.grad`` once. Do not call ``finish`` after clipping; :meth:`guard` catches other mistakes.
 
     Args:
@@ -76,8 +76,8 @@ class LossAccumulator(Metrics):
     Note:
         A label out of range, other counts than declared, a factor on the loss, or gradients set to
         zero raise an error at the window's end, the same on all ranks, before an optimizer steps.
-        On a GPU ``metrics`` and ``state_dict`` raise it, and otherwise one window in 32, so that
-        the others do not wait for the GPU.
+        On a GPU the error comes later, so that windows do not wait for the GPU: in ``metrics`` or
+        ``state_dict``, and after 33 windows at the latest.
 
     Collectives: each is an all-gather of 97 int64 from each rank on ``process_group`` (under gloo,
     on a new group of the same ranks). Streaming has one per window, in ``finish``. Declared counts

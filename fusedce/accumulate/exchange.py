@@ -89,9 +89,9 @@ class Exchange:
         return Exchange, (self.ranks,)
 
     def number(self) -> int:
-        """Its number among those of the same ranks, in the order of their first use.
+        """Number of this accumulator among those of the same ranks, in the order of first use.
 
-        One rank may make accumulators alone; those that are used are the same on all ranks.
+        A rank may make accumulators that it never uses; only those that are used are counted.
         """
         if self._number is None:
             self._number = next(_COUNTERS[self.ranks.name()])

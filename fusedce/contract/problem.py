@@ -84,7 +84,7 @@ RANGES = {
     "temperature": (1e-30, _HUGE, "positive, at least 1e-30 and finite in float32"),
     "denominator": (0, _HUGE, "at least 0 and finite"),
 }
-"""Least and largest value of numeric arguments, in words too; of others it is `FINITE`."""
+"""Least and largest value of numeric arguments, and the words for messages; others: `FINITE`."""
 
 
 class Wanted(NamedTuple):
@@ -155,7 +155,7 @@ class Projection(NamedTuple):
 FORWARD, REVERSE, JSD = KINDS = ("forward", "reverse", "jsd")
 TARGETS = "targets"  # the cross-entropy of given probabilities, which have no teacher
 INFINITE = 1e15
-"""Nats of a token from which its divergence is infinite: see `NEVER`."""
+"""A divergence of so many nats or more is infinite: it comes from a `NEVER`."""
 NEVER = 1e30
 """A logit of -inf counts as minus this: differences of two such logits are 0 and not NaN."""
 

@@ -238,7 +238,7 @@ class _ToTeacher(_Compared):
     def _impossible(self, s: Tensor, t: Tensor, lse: Tensor, lse_t: Tensor) -> Tensor:
         """``(C,)``: inf where a bias of -inf excludes a class that the other head allows, else 0.
 
-        The walk takes -inf for a large number, times which a small probability would be finite.
+        The walk replaces -inf by a large number; a small probability times that would be finite.
         """
         head, (other, z, norm) = self.student, (self.teacher, t, lse_t)
         if self.divergence.kind == REVERSE:
