@@ -1,4 +1,4 @@
-"""Time and memory of competing functions, for the commands and for `bench/`.
+"""Time and memory of several functions side by side, for the commands and for `bench/`.
 
 Times come from interleaved calls, so that a drifting machine (clocks, neighbours) favours none.
 Memory comes from a fresh process per measurement, so that leftovers of one function (heap, thread

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _CROSS_ENTROPY = (("transformers", "Trainer"), ("trl", "SFTTrainer"))
 
 
-MONITORED = ("correct", "entropy")  # sums that the loss takes for the statistics
+MONITORED = ("correct", "entropy")  # sums that the fused loss also computes, for the statistics
 
 
 class FusedTrainerMixin:
@@ -41,7 +41,7 @@ class FusedTrainerMixin:
     * the head is replaced (:func:`fusedce.replace_loss_head`): no logits in training or evaluation;
     * the gradient of an optimizer step is that of ``sum of loss_sum / sum of n_valid`` over its
       micro-batches and ranks. Tokens are counted as the model's own loss counts them, after its
-      shift if it has one (found out with one more forward), and also for models that take no
+      shift if it has one (one extra forward finds that out), and also for models that take no
       ``num_items_in_batch`` or ignore it;
     * auxiliary losses in the model's loss are averaged over micro-batches and ranks;
     * ``loss`` in the logs is in nats per token over the logging interval and all ranks, without

@@ -29,8 +29,8 @@ def product(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
 def widens(operation: object, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether ``torch.mm`` or ``torch.addmm`` has an ``out_dtype`` there, and is right.
 
-    CUDA has it; ``addmm`` with a float32 addend from torch 2.11 on. An earlier ``addmm`` took it and
-    gave a wrong result (pytorch issue 154086), so a product of small whole numbers, which is
+    CUDA has it; ``addmm`` with a float32 addend from torch 2.11 on. An earlier ``addmm`` took it
+    and gave a wrong result (pytorch issue 154086), so a product of small whole numbers, which is
     exact, is compared.
     """
     if device.type != "cuda":
