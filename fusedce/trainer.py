@@ -284,7 +284,7 @@ class FusedTrainerMixin:
     @torch.no_grad()
     def _find_shift(self, batch: dict[str, Any]) -> int:
         """Number of labels of a row that the model's loss leaves out: 1 if it shifts, else 0."""
-        # All rows, since the tensors of pictures are not divided into rows.
+        # The whole batch, since image tensors are not divided into its rows.
         inputs = self._prepare_inputs(dict(batch))
         name = "shift_labels" if "shift_labels" in inputs else "labels"
         if name not in inputs:

@@ -1,11 +1,11 @@
 """Kernels that turn logits into their gradient: one exponential per logit, one factor per row.
 
-The logits of a chunk come as float32 products, one tile of the vocabulary at a time. `exp_tile`
-turns a tile into exponentials in the inputs' dtype, relative to the *label's* logit, which
-`label_logit` computes beforehand. What turns a row of them into probabilities is then one factor,
-the same in all tiles: it goes to the small operands of the two products that follow, and the chunk
-is read by those alone. `softmax_rows` merges the sums of a row's blocks into its loss and that
-factor, and writes the hidden state times the factor, which the gradient of the head needs.
+The logits of a chunk come as float32 products, one tile of the vocabulary at a time.
+`exp_tile_kernel` turns a tile into exponentials in the inputs' dtype, relative to the *label's*
+logit, which `label_logit_kernel` computes beforehand. One factor, the same in all tiles, then turns
+a row of them into probabilities. It is applied to the small operand or result of the two products
+that follow, so only these read the chunk. `softmax_rows_kernel` merges the sums of a row's blocks
+into its loss and that factor, and writes the hidden state times the factor for the head's gradient.
 
 The label's entry of a row is far larger than the others, so its rounding error would not average
 out with theirs. It leaves the chunk, which holds 0 there, and reaches the gradients in float32
@@ -14,16 +14,16 @@ ones once, are 1.0 to 1.5 in this way, and up to 2.5 where a wrong class has nea
 probability; those of torch's bfloat16 logits are 3 to 15 there.
 
 References are powers of two, so changing the reference is an exact factor. A block that exceeds
-2^30 times the label's exponential takes a reference of its own; then `softmax_rows` rescales that
-row to its highest reference. For float16, whose range is too small, it rescales every row, to
+2^30 times the label's exponential takes a reference of its own; then `softmax_rows_kernel` rescales
+that row to its highest reference. For float16, whose range is too small, it rescales every row, to
 probabilities (``NORMALISE``).
 
 Rounding an exponential to bf16 is a relative error of 2^-9, no more than rounding the gradient
 itself; a logit rounded to bf16 would be wrong by 2^-9 *of its size*, and the probability with it.
 (The idea of storing exponentials is QuACK's, https://github.com/Dao-AILab/quack.)
 
-Where every row has factors of its own and its log-sum-exp is known, `token_grad` makes the gradient
-of a tile of logits in one step.
+If every row has upstream factors of its own and its log-sum-exp is known, `token_grad_kernel` makes
+the gradient of a tile of logits in one step.
 
 Rows of all buffers are padded to multiples of 16 entries, and masks count the padding in: what
 Triton knows to be a multiple of 16 it moves 16 bytes at a time. Numbers and addresses that depend

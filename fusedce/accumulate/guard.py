@@ -87,7 +87,7 @@ class Guard:
     # ---- parameters -------------------------------------------------------------------------
 
     def _know(self, parameters: Iterable[Tensor]) -> None:
-        """Watch these parameters too; of FSDP1's flat ones their originals, if users see these."""
+        """Watch these parameters too; for FSDP1 with ``use_orig_params``, the original ones."""
         for flat in parameters:
             originals = getattr(flat, "_params", None) or [flat]
             self._known |= {id(p): weakref.ref(p) for p in originals}

@@ -200,7 +200,7 @@ class Window:
         return _exchange.first_of(rows)
 
     def _means(self, counts: Tensor) -> Tensor | None:
-        """The fault that every loss was divided by its own one of ``counts (micro-batches,)``."""
+        """The fault of a mean: each loss was divided by its own of ``counts (micro-batches,)``."""
         divisors = [m.divisor for m in self.done if m.divisor is not None]
         if len(divisors) < len(counts):
             return None

@@ -66,9 +66,9 @@ class Slopes(NamedTuple):
 
 
 def folded(problem: Problem) -> Problem:
-    """Turn class weights into token weights where the loss is the label's ``nll`` alone.
+    """Turn class weights into token weights if the loss is the label's ``nll`` alone.
 
-    A token of weight 0 is then left out as a whole, even if its logits are not finite.
+    Tokens of weight 0 are then left out completely, even if their logits are not finite.
     """
     c = problem.class_weight
     if c is None or not problem.of_nll_alone():

@@ -1,8 +1,8 @@
 """``F.cross_entropy`` of lazy logits: the fused loss of the head's inputs, and its gradient.
 
-A loss is fused if two witnesses agree on how the logits came about: the noted expression
-(:func:`_rows`), and the chain of autograd's nodes (:func:`_given`). Any other loss is torch's
-own, of real logits.
+A loss is fused if two records of how the logits were computed agree, the "two witnesses": the noted
+expression (:func:`rows_of`), and the chain of autograd's nodes (:func:`_given`). Any other loss is
+torch's own, of real logits.
 
 The gradient goes one of three ways (:class:`Route`): straight to the head's inputs; along the
 logits as a :class:`Passenger`, where hooks want to know when it comes; or along the logits as it
@@ -70,7 +70,7 @@ class MakeLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
-        """The gradients of the operands; a fused loss that nobody watches sends none this way.
+        """The gradients of the operands; a fused loss sends none this way unless code asks for it.
 
         Collectives: with real gradients of a sharded vocabulary, two all-gathers a parameter.
         """

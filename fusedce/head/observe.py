@@ -2,7 +2,7 @@
 
 Users read a :class:`HeadReport`; ``FUSEDCE_EXPLAIN=1`` prints each place that needs logits, once. A
 trainer's mixin and :func:`fusedce.model_loss` enter a :class:`LossObserver`, to count tokens
-themselves; :func:`note_items` tells losses by which number a model will divide them.
+themselves; :func:`note_items` records the number by which a model will divide its losses.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The operands of lazy logits: the head's product, and expressions of it.
 
 A head's own code calls ``F.linear(hidden, weight, bias)``. A :class:`Product` keeps the operands,
-so that a loss or a reader can use them later, and knows when they are no longer those of the call.
-An :class:`Expr` is an operator applied to it.
+so that the loss, or code that reads logits, can use them later, and notices if they were changed
+since. An :class:`Expr` is an operator applied to it.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ register_optimizer_step_post_hook(_after_step)
 
 
 class Expr:
-    """How values are computed: a product, or an operator of other expressions. It never changes.
+    """How values are computed: a product, or an operator applied to expressions. Immutable.
 
     Attributes:
         product: the head's product; ``None`` for an operator.
