@@ -246,7 +246,7 @@ def kto_loss(
     """
     _check_shapes(policy, "policy", reference=reference, desirable=desirable)
     if divergence.numel() != 1:
-        raise ValueError(f"divergence must be () for all pairs, got {tuple(divergence.shape)}")
+        raise ValueError(f"divergence must be (), one number, got {tuple(divergence.shape)}")
     above = beta * (policy - reference - divergence.detach().clamp(min=0))
     loss = torch.where(
         desirable != 0,

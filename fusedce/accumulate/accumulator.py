@@ -184,9 +184,9 @@ class LossAccumulator(Metrics):
         sums = unpack(out)
         if not sums.is_whole:
             raise ValueError(
-                "out was multiplied or divided by a number: a window divides whole sums by all of "
-                "its tokens itself. Leave the number of micro-batches or ranks out; a loss that "
-                "counts less has a smaller token_weight="
+                "out was multiplied or divided by a number, but a window divides the sum by all of "
+                "its tokens itself. Do not divide by the number of micro-batches or ranks; to give "
+                "a loss a smaller weight, use token_weight="
             )
         if (window := self._window) is None:
             if self._engine.no_streaming is not None:

@@ -161,8 +161,8 @@ class Window:
         if self.declared is not None and n < len(self.declared):
             raise RuntimeError(
                 f"window: {len(self.declared)} micro-batches were declared, {n} differentiated "
-                f"({self._n_scaled - n} more scaled, but not differentiated): the gradients are "
-                f"divided by tokens of missing losses"
+                f"({self._n_scaled - n} more scaled, but not differentiated): the gradients would "
+                f"be divided by the tokens of missing losses, too"
             )
         if self.auxiliary:
             raise RuntimeError(

@@ -357,7 +357,7 @@ def _layout_of(
             raise ValueError("process_group: torch.distributed must be initialised, it is not")
         return problem, tokens_sharded
     if process_group is not None:
-        raise ValueError("process_group is for a local shard; a DTensor weight knows its ranks")
+        raise ValueError("process_group must be None with a DTensor weight: its mesh is used")
     mesh, placements = weight.device_mesh, weight.placements
     split = [i for i, p in enumerate(placements) if not p.is_replicate()]
     if len(split) != 1 or not placements[split[0]].is_shard(0):
