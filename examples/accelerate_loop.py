@@ -37,7 +37,7 @@ def prepare(accelerator: Accelerator) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
     model = fusedce.replace_loss_head(LlamaForCausalLM(CONFIG))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = DataLoader(batches(), collate_fn=lambda one: one[0])  # deals them out to the ranks
+    loader = DataLoader(batches(), collate_fn=lambda one: one[0])  # accelerate shards it over ranks
     return accelerator.prepare(model, optimizer, loader)
 
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _ROWS = 128  # positions whose logits are read together
 _SMOOTHED = 1e-3  # the least label smoothing that differs from rounding
 _TOLERANCE = 0.01  # weights that differ by less are the same: bf16 gradients are rounded
-_CERTAIN, _UNEVEN = 0.01, 0.1  # the same for one token, whose label has a probability below 0.99
+_CERTAIN, _UNEVEN = 0.01, 0.1  # for one token: least 1 - p of its label, tolerance of its weight
 _CASTS = ("ToCopyBackward0", "CloneBackward0")  # autograd nodes of copies of the same shape
 _COLUMNS = ("step", "tokens", "true loss", "descended", "logged", "gradient's scale", "spread")
 
@@ -345,8 +345,8 @@ def audit(
         'your micro-batches are averaged: tokens of short ones weigh up to 3.0 x more'
 
     Args:
-        model: what is called in the loop, or what lies inside its DDP. It returns logits (alone or
-            as ``.logits``) or a :class:`LossSum`. A replaced head makes its logits meanwhile.
+        model: what the loop calls, or the module inside its DDP. It returns logits (alone or as
+            ``.logits``) or a :class:`LossSum`. A replaced head makes real logits during the audit.
         gradients_added: whether the engine adds gradients over ranks, instead of averaging them.
         loss_scale: what losses are multiplied by before backward and gradients divided by after
             it: ``scaler.get_scale`` of a ``GradScaler``.

@@ -1,4 +1,4 @@
-"""Time and memory of competing functions, for the commands and for `bench/`.
+"""Time and memory of several functions side by side, for the commands and for `bench/`.
 
 Times come from interleaved calls, so that a drifting machine (clocks, neighbours) favours none.
 Memory comes from a fresh process per measurement, so that leftovers of one function (heap, thread
@@ -114,7 +114,7 @@ def _host_peak(call: Callable[[], object]) -> int:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)  # glibc only
     trim(0)
     if not _reset_peak():
-        raise RuntimeError(f"the memory of a CPU is measured by {_CLEAR_REFS}, of Linux alone")
+        raise RuntimeError(f"measuring the memory of a CPU needs Linux ({_CLEAR_REFS} to write to)")
     before = _resident("VmRSS") - _resident("RssFile")
     result = call()
     # Pages of files stay once they are loaded: those at the peak are those of now, unless some were

@@ -54,8 +54,8 @@ def grpo_loss(
             + kl * (exp(d) - d - 1) - entropy_bonus * entropy
 
     A token that is clipped, or has no advantage, gets no gradient however far the policies are
-    apart; of "cispo" (MiniMax-M1, arXiv:2506.13585) it keeps one of bounded size. An exponential
-    that counts and is beyond the dtype is infinite, as in the formula.
+    apart; with "cispo" (MiniMax-M1, arXiv:2506.13585) a clipped one gets a bounded gradient. An
+    exponential that is not clipped and overflows the dtype is infinite, as in the formula.
 
     Examples:
         >>> logprob = torch.full((2, 3), -1.0, requires_grad=True)
@@ -71,11 +71,11 @@ def grpo_loss(
         normalisation: what the sum is divided by. "token": used tokens (DAPO, arXiv:2503.14476).
             "sequence": the mean over each sequence's tokens, then over sequences, as GRPO's paper
             has it. "dr_grpo": sequences times ``max_length``, a constant (arXiv:2503.20783).
-        max_length: tokens of the longest answer that may be sampled; of "dr_grpo" alone.
+        max_length: tokens of the longest answer that may be sampled; for "dr_grpo" only.
 
     Returns:
-        :class:`fusedce.LossSum` over used tokens, sequences or ``B * max_length``, nats where it is
-        the divergence's.
+        :class:`fusedce.LossSum`: the sum, and what it is divided by: the number of used tokens, of
+        sequences, or ``B * max_length``.
 
     Raises:
         ValueError: a tensor of another shape; ``kl`` without ``reference``, ``entropy_bonus``
@@ -151,7 +151,7 @@ def dpo_loss(
         "apo_zero"  1 - sigmoid(c) + sigmoid(r)               (APO, arXiv:2408.06266)
         "apo_down"  sigmoid(c) + 1 - sigmoid(c - r)
 
-    ``label_smoothing`` is the share of pairs that are taken the other way round.
+    ``label_smoothing`` is the assumed share of pairs whose two answers are swapped.
 
     Returns:
         :class:`fusedce.LossSum` over pairs.
@@ -179,8 +179,8 @@ def cpo_loss(
 
     ``-log sigmoid(beta * (chosen - rejected) - gamma)``, smoothed and summed as in
     :func:`dpo_loss`. The paper adds the cross-entropy of the chosen answers:
-    ``loss.mean() + alpha * nll``. SimPO (arXiv:2405.14734) is this of *mean* log-probabilities,
-    with a margin ``gamma``.
+    ``loss.mean() + alpha * nll``. SimPO (arXiv:2405.14734) is this loss with *mean*
+    log-probabilities and a margin ``gamma``.
 
     Examples:
         >>> cpo_loss(torch.tensor([-1.0, -3.0]), beta=1.0, gamma=2.0).mean()
@@ -223,7 +223,7 @@ def kto_loss(
     policy: Tensor,  # (B,) log-probabilities of sequences
     reference: Tensor,  # (B,), of the reference policy
     desirable: Tensor,  # (B,) bool, or numbers of which 0 is False
-    divergence: Tensor,  # () estimate of KL(policy || reference), of unrelated pairs
+    divergence: Tensor,  # () estimate of KL(policy || reference), from mismatched pairs
     *,
     beta: float = 0.1,
     desirable_weight: float = 1.0,
@@ -246,7 +246,7 @@ def kto_loss(
     """
     _check_shapes(policy, "policy", reference=reference, desirable=desirable)
     if divergence.numel() != 1:
-        raise ValueError(f"divergence must be () for all pairs, got {tuple(divergence.shape)}")
+        raise ValueError(f"divergence must be (), one number, got {tuple(divergence.shape)}")
     above = beta * (policy - reference - divergence.detach().clamp(min=0))
     loss = torch.where(
         desirable != 0,
@@ -263,7 +263,7 @@ def token_scaled_loss(
     """Each token's cross-entropy times its own probability, which gets no gradient.
 
     ``-exp(logprob) * logprob`` summed over used tokens (dynamic fine-tuning, arXiv:2508.05629):
-    the gradient of the probability itself, instead of its logarithm's.
+    its gradient is minus that of the probability, where cross-entropy has the logarithm's.
 
     Returns:
         :class:`fusedce.LossSum` over used tokens, nats.
@@ -339,17 +339,17 @@ def distillation_loss(
 ) -> LossSum:
     """Forward KL divergence of a student from a teacher of whom K log-probabilities are known.
 
-    All other classes are one class, the tail, of what probability is left: with ``q`` the teacher's
-    probabilities, ``exp(teacher)``, and ``p`` the student's::
+    All other classes form one class, the tail, with the rest of the probability: with ``q`` the
+    teacher's probabilities, ``exp(teacher)``, and ``p`` the student's::
 
         sum over k of q[k] * (log q[k] - log p[k])  +  q_tail * (log q_tail - log p_tail)
         q_tail = 1 - sum of q,  p_tail = 1 - sum over k of p[k]
 
     A lower bound of the divergence over all classes, and equal to it for ``K = V``; where the
     teacher's hidden states and head are at hand, :func:`fusedce.fused_kl` takes all classes. No
-    token is below 0. ``p_tail`` is taken as at least the rounding of the known classes'
-    probabilities: of one class near 1 it is exact down to 1e-38, of several that share the
-    probability to about 1e-7 (float32).
+    token's loss is below 0. ``p_tail`` is at least the rounding error of the known classes'
+    probabilities: it is exact down to 1e-38 if one class is near 1, and to about 1e-7 if several
+    share the probability (float32).
 
     Examples:
         >>> hidden, weight = torch.randn(3, 8), torch.randn(11, 8)
@@ -358,12 +358,12 @@ def distillation_loss(
         tensor(3)
 
     Args:
-        classes: entries of ``ignore_index`` are none; a token with nothing else is not counted.
-        teacher: at the temperature of the student's; whatever stands at ignored entries.
+        classes: entries equal to ``ignore_index`` are left out; a token without others is ignored.
+        teacher: at the student's temperature; ignored entries may hold anything.
         temperature: positive divisor of the student's logits. (For gradients of the size that they
             have at 1, multiply the loss by its square.)
         hidden, weight, bias, softcap, logit_scale, chunk_tokens, memory_budget, backend,
-            process_group, vocab_size: as in :func:`fusedce.fused_logprobs`. Of a sharded
+            process_group, vocab_size: as in :func:`fusedce.fused_logprobs`. With a sharded
             vocabulary all ranks hold the same classes, and return the same sum.
 
     Returns:

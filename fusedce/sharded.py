@@ -13,24 +13,23 @@ loss counts once, not once per rank: a :class:`fusedce.LossAccumulator` must not
 
 They replace the column-parallel output layer and cross-entropy of Megatron-LM (arXiv:1909.08053,
 section 3). A rank holds the logits of a chunk of tokens for its own rows, never ``(N, V_local)``.
-The four names of this module are the functions themselves, but a plain ``weight`` without
-``process_group`` is a shard of the default group's vocabulary.
+``sharded_ce`` is ``fused_ce``, and so on, except that a plain ``weight`` without ``process_group``
+is taken as a shard of a vocabulary that is split over the default group.
 
 Collectives on the vocabulary's ranks:
 
-* always one all-gather of under 1 KiB, for which a GPU's host waits: do all ranks hold the same
-  tokens and options, how many rows has each, and has one found an error; for a weight that is
-  replicated over other dimensions of its mesh, before it one on each of those, over which labels
-  must be equal;
+* always one all-gather of under 1 KiB, for which a GPU's host waits: it compares tokens and
+  options, and shares numbers of rows and errors; before it, for a weight that is replicated over
+  other dimensions of its mesh, one on each of those, over which labels must be equal;
 * with sharded tokens, one all-gather each of hidden states, labels and weights of tokens;
 * one all-gather of 2 float64 a token, 1 more each for entropy and the mean logit (label smoothing),
   2 more for argmax; with ``labels (..., K)`` before it one all-reduce of K numbers a token;
 * a divergence, per chunk: one all-gather of a float64 a token for each head, 2 more with
   ``ce_weight``, and an all-reduce of 1, or 3 of "reverse" and "jsd"; class probabilities gather 3
   and then 2, and all-reduce 1;
-* where ``hidden`` requires grad, one all-reduce of ``(N, H)`` in float32: in backward, of the sum
-  of a divergence in forward. With sharded tokens, N counts all ranks' tokens, and what is returned
-  token by token has before it one all-gather of upstream gradients;
+* if ``hidden`` requires grad, one all-reduce of ``(N, H)`` in float32: in backward, or in forward
+  for the sum of a divergence. With sharded tokens, N counts all ranks' tokens, and for results
+  token by token one all-gather of upstream gradients comes before it;
 * :func:`fusedce.fused_topk`: one all-gather of ``2 k + 1`` float64 a token, and with a gradient
   wanted what statistics of tokens take with ``labels (..., K)``.
 

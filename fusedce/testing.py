@@ -66,8 +66,8 @@ class Case:
         upstream: gradient that arrives at ``loss_sum``.
         options: keyword arguments of the loss besides bias and the weights: ``ignore_index``, and
             those of :data:`NUMBERS`.
-        token_weight, class_weight: draw these weights, between 0 (a quarter of the tokens and a few
-            classes have it) and about 3, and give them to the loss.
+        token_weight, class_weight: whether the loss gets such weights: from 0 (a quarter of the
+            tokens, a tenth of the classes) to about 3.
         seed: of the random numbers.
     """
 

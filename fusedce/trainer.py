@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _CROSS_ENTROPY = (("transformers", "Trainer"), ("trl", "SFTTrainer"))
 
 
-MONITORED = ("correct", "entropy")  # sums that the loss takes for the statistics
+MONITORED = ("correct", "entropy")  # sums that the fused loss also computes, for the statistics
 
 
 class FusedTrainerMixin:
@@ -41,7 +41,7 @@ class FusedTrainerMixin:
     * the head is replaced (:func:`fusedce.replace_loss_head`): no logits in training or evaluation;
     * the gradient of an optimizer step is that of ``sum of loss_sum / sum of n_valid`` over its
       micro-batches and ranks. Tokens are counted as the model's own loss counts them, after its
-      shift if it has one (found out with one more forward), and also for models that take no
+      shift if it has one (one extra forward finds that out), and also for models that take no
       ``num_items_in_batch`` or ignore it;
     * auxiliary losses in the model's loss are averaged over micro-batches and ranks;
     * ``loss`` in the logs is in nats per token over the logging interval and all ranks, without
@@ -284,7 +284,7 @@ class FusedTrainerMixin:
     @torch.no_grad()
     def _find_shift(self, batch: dict[str, Any]) -> int:
         """Number of labels of a row that the model's loss leaves out: 1 if it shifts, else 0."""
-        # All rows, since the tensors of pictures are not divided into rows.
+        # The whole batch, since image tensors are not divided into its rows.
         inputs = self._prepare_inputs(dict(batch))
         name = "shift_labels" if "shift_labels" in inputs else "labels"
         if name not in inputs:

@@ -2,7 +2,7 @@
 
 The policy trainers get log-probabilities, entropies, mean logits and whether a label is the
 likeliest class from the model's forward, which TRL has patched; the distillation trainer computes
-the divergence of two heads. Each mixin exchanges the one function that computes these from hidden
+the divergence of two heads. Each mixin replaces the one function that computes these from hidden
 states and heads. The trainer, its masks and its logs stay as they are.
 """
 
@@ -205,7 +205,7 @@ def _divergence_loss(
 
 
 def _check_known(mixin: str, module: Any, *names: str) -> None:
-    """Raise ``RuntimeError`` unless TRL's ``module`` has all functions that a mixin exchanges."""
+    """Raise ``RuntimeError`` unless TRL's ``module`` has all functions that a mixin replaces."""
     if missing := [name for name in names if not hasattr(module, name)]:
         raise RuntimeError(
             f"{mixin} needs a TRL whose trainer modules have {' and '.join(missing)} (known: 1.16):"

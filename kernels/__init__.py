@@ -2,9 +2,9 @@
 
 * ``compact``: finds the valid rows of a batch, on the device.
 * ``tile``: a tile of logits, and the pointwise steps on it.
-* ``walk``: logits by tiles, and what is made of each: loss, statistics, or exponentials.
-* ``softmax_grad``: loss and gradient of a chunk of logits, two bytes each, one factor a row; or of
-  a tile of logits, with factors of each row's own.
-* ``input_grads``: what products leave out of the gradients of hidden states and head.
+* ``walk``: logits tile by tile, and what is made of each tile: loss, statistics, or exponentials.
+* ``softmax_grad``: exponentials, losses and row factors of a chunk of logits; or the gradient of a
+  tile of logits, whose tokens have upstream factors of their own.
+* ``input_grads``: adds the labels' entries, which the GEMMs leave out, to the gradients.
 * ``divergence``: divergence of a student from a teacher, and the student's gradient.
 """

@@ -13,18 +13,18 @@ import triton.language as tl
 def compact_kernel(
     labels,  # (N,) int
     rows,  # (N,) int32 out: valid positions, in order, then the ignored ones from the end
-    count,  # () int32 out: how many
-    n_valid,  # () int64 out: the same, or a negative code if a label is out of range
-    loss_sum,  # () fp32 out: 0
-    tickets,  # (n_tickets,) int32 out: 0, or None
-    token_weight,  # (N,) fp32 or None: rows of weight 0 count but go with the ignored
+    count,  # () int32 out: rows that are used, valid and of a weight other than 0
+    n_valid,  # () int64 out: valid rows, whatever their weight; negative code of a bad label
+    loss_sum,  # () fp32 out: set to 0
+    tickets,  # (n_tickets,) int32 out, set to 0; or None
+    token_weight,  # (N,) fp32 or None: rows of weight 0 are packed with the ignored ones
     N,
     V,
     ignore_index,
     n_tickets,
     BLOCK_N: tl.constexpr,
 ):
-    """Pack the valid rows, count them, and look for the first label that is no class."""
+    """Pack the valid rows, count them, and look for the first label that is out of range."""
     found = tl.zeros((), dtype=tl.int32)
     if token_weight is not None:
         counted = tl.zeros((), dtype=tl.int32)

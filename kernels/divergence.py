@@ -7,12 +7,12 @@ ends before the floats that are still to be read begin; a barrier keeps the load
 its stores). Divergences whose gradient needs their own value, all but the forward one, read the
 rows a third time.
 
-With ``d = log p - log q`` everything is made from ``big = max(p, q)`` and ``e = expm1(-|d|)``:
-see :mod:`fusedce.backends.torch.divergence`, which adds to every class the same terms that sum to
-0, so that nothing cancels near equality. ``k = |d| + e`` is a series there.
+With ``d = log p - log q`` everything is made from ``big = max(p, q)`` and ``e = expm1(-|d|)``.
+As in :mod:`fusedce.backends.torch.divergence`, each class gets a term more, and these sum to 0, so
+that nothing cancels where p and q are nearly equal. There a series computes ``k = |d| + e``.
 
-Bytes moved a class: 8 each time that the rows are read, 2 or 4 to store and 4 more where a bias
-sums the gradient, beside 8 H FLOPs of the products.
+Bytes moved per class: 8 each time that the rows are read, 2 or 4 to store, and 4 more if there is a
+bias, whose gradient is a sum of these. The products take 8 H FLOPs per class.
 """
 
 import triton
@@ -23,10 +23,10 @@ from .tile import LOG2E, finish_logits, logits_slope
 FORWARD: tl.constexpr = tl.constexpr(0)
 REVERSE: tl.constexpr = tl.constexpr(1)
 JSD: tl.constexpr = tl.constexpr(2)
-EDGE: tl.constexpr = tl.constexpr(3)  # JSD with hardly any of one distribution
+EDGE: tl.constexpr = tl.constexpr(3)  # JSD with beta below 0.1 or above 0.9
 NEVER: tl.constexpr = tl.constexpr(1e30)  # a logit of -inf counts as minus this
-# A logit so far below the log-sum-exp has a probability that float64 still holds. Where the other
-# head excludes its class, the divergence is infinite.
+# A class counts as possible if its log-probability is above this (float64 can hold it). If the
+# other head excludes such a class (a logit of -inf), the divergence is infinite.
 HARDLY: tl.constexpr = tl.constexpr(-700.0)
 
 
@@ -57,7 +57,7 @@ def add_to_sum(z, top, total):
     """Add a block of logits to a running maximum and an fp64 sum of exponentials."""
     new = tl.maximum(top, tl.max(z, axis=0))
     total = total * tl.exp2((top - new) * LOG2E).to(tl.float64)
-    # The maximum passes a NaN by, the sum does not.
+    # The maximum may drop a NaN, the sum keeps it.
     return new, total + tl.sum(tl.exp2((z - new) * LOG2E), axis=0).to(tl.float64)
 
 
@@ -147,7 +147,7 @@ def class_terms(z, t, lse, lse_t, shift, share, rest, KIND: tl.constexpr):
 
 @triton.jit
 def leave_row_out(row, losses, row_factors, grads, wide, width, BLOCK_V: tl.constexpr):
-    """Store 0 as the loss, the factor and the gradient of ``row``, where both gradients begin."""
+    """Store 0 as the loss, factor and gradient of ``row``; grads and wide point to that row."""
     tl.store(losses + row, 0.0)
     if row_factors is not None:
         tl.store(row_factors + row, 0.0)
@@ -166,25 +166,25 @@ def leave_row_out(row, losses, row_factors, grads, wide, width, BLOCK_V: tl.cons
 def divergence_rows_kernel(
     student,  # (C, width) fp32 products
     teacher,  # (C, width) fp32 products
-    grads,  # (C, 4 / itemsize * width) out: `student` in the inputs' dtype; or None
-    wide,  # (C, width) fp32 out: `teacher`, to hold grads before they are rounded; or None
+    grads,  # (C, 4 / itemsize * width) out: the memory of `student`, in the inputs' dtype; or None
+    wide,  # (C, width) fp32 out: the memory of `teacher`, gets grads before rounding; or None
     bias,  # (V,) or None
     teacher_bias,  # (V,) or None
     labels,  # (C,) int
     token_weight,  # (C,) fp32: 0 leaves a row out
     losses,  # (C,) fp32 out
-    row_factors,  # (C,) fp32 out, or None: factor of the row of grads
+    row_factors,  # (C,) fp32 out, or None: what each row of grads must be multiplied by
     V,
     width,  # V rounded up to a multiple of 16
     stride_g,  # entries of a row of grads
-    scale,  # None for 1; of logits that are divided by the temperature, as those below
+    scale,  # None for 1; this and the three below are already divided by the temperature
     softcap,  # or None
     teacher_scale,
     teacher_softcap,
     share,  # of the teacher in the mixture
     rest,  # 1 - share, the student's
     of_ce,  # weight of the cross-entropy
-    to_plain,  # the temperature: takes logits back to temperature 1
+    to_plain,  # the temperature; logits times this are those at temperature 1
     KIND: tl.constexpr,
     HAS_CE: tl.constexpr,
     NORMALISE: tl.constexpr,  # the largest entry of grads is AMPLIFY or less

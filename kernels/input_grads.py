@@ -1,19 +1,19 @@
-"""Gradients of hidden states and head, where products alone do not give them.
+"""Kernels that add the labels' entries to the gradients of hidden states and head.
 
-A chunk holds the gradient of its logits in two bytes. The label's entry of a row is alone in its
-size; rounded with the others it would be most of the error of ``grads.T @ hidden``: ``p - 1`` may
-lie in the middle between two numbers. Of each row :mod:`fusedce.kernels.softmax_grad` keeps it in
-float32, outside of the matrix, without the row's own factor; the gradients of tokens have entries
-of further classes, that are asked for. `label_grad_kernel` adds the entries to the gradient of
+A chunk holds the gradient of its logits in two bytes. The label's entry of a row is far larger than
+the others; rounded to two bytes, it would make most of the error of ``grads.T @ hidden``: ``p - 1``
+may lie midway between two bf16 numbers. So :mod:`fusedce.kernels.softmax_grad` keeps this entry in
+float32, outside of the matrix and without the row's factor. With labels ``(..., K)`` the gradient
+has such entries at the K classes too. `label_grad_kernel` adds the entries to the gradient of
 the head, `hidden_grad_kernel` to that of the hidden states, and `scale_kernel` multiplies a
-finished gradient by the factor that backward brings.
+finished gradient by the factor that arrives in backward.
 
-Entries of one class meet in one row of the head's gradient. They are sorted by class beforehand (a
-stable sort: in a run of one class they are in the order of the chunk), the program of the first of
-a run walks through it and the others leave. So no two programs write to one address, and sums are
-added in one order: the same bits from run to run. Bytes moved for n entries: 2 n H to read the
-hidden states, and 8 n H at most (4 in a buffer of two bytes) to add to rows of float32, beside the
-6 C H V FLOPs of the chunk's products. A run is read `BLOCK_C` entries at a time.
+Entries of one class are added to one row of the head's gradient. They are sorted by class first (a
+stable sort: entries of one class stay in the order of the chunk). The program at the first entry of
+a class adds all entries of that class, the others exit. So no two programs write to one address,
+and sums have a fixed order: the same bits from run to run. Bytes moved for n entries: 2 n H to read
+hidden states, and at most 8 n H to add to rows of float32 (4 n H to rows of two bytes), beside the
+6 C H V FLOPs of the chunk's products. `BLOCK_C` entries of a class are read at a time.
 """
 
 import triton
@@ -28,7 +28,7 @@ import triton.language as tl
 def label_grad_kernel(
     hidden,  # (C, H)
     columns,  # (n,) int, sorted
-    order,  # (n,) int64: index of each in (K, C) before sorting
+    order,  # (n,) int64: index of each in the flat (K, C) before sorting
     entries,  # (K, C) fp32
     d_weight,  # (V, H) to add to, or None
     d_bias,  # (V,) fp32 to add to, or None
@@ -84,11 +84,11 @@ def label_grad_kernel(
     do_not_specialize=["columns", "entries", "row_factors", "rows", "begin", "first", "stride_row"]
 )
 def hidden_grad_kernel(
-    products,  # (rows, H) fp32: gradient of the logits from row `begin` on @ weight, AMPLIFY times
+    products,  # (rows, H) fp32: AMPLIFY * g @ weight, g the logits' gradient from row `begin` on
     weight,  # (V, H)
-    columns,  # (ENTRIES, C) int: entries of that gradient which are not in it
+    columns,  # (ENTRIES, C) int: classes of the entries that were left out of g
     entries,  # (ENTRIES, C) fp32: their values
-    row_factors,  # (C,) fp32 or None: of the products
+    row_factors,  # (C,) fp32 or None: factors of the rows of products
     rows,  # (N,) int32: position of each row
     d_hidden,  # (N, H) out
     begin,

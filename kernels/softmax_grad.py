@@ -1,29 +1,29 @@
-"""Kernels from logits to their gradient: exponentials once, two bytes each, and a factor a row.
+"""Kernels that turn logits into their gradient: one exponential per logit, one factor per row.
 
-The logits of a chunk come as float32 products, one tile of the vocabulary at a time. `exp_tile`
-turns a tile into exponentials in the inputs' dtype, relative to the *label's* logit, which
-`label_logit` computes beforehand. What turns a row of them into probabilities is then one factor,
-the same in all tiles: it goes to the small operands of the two products that follow, and the chunk
-is read by those alone. `softmax_rows` merges the sums of a row's blocks into its loss and that
-factor, and writes the hidden state times the factor, which the gradient of the head needs.
+The logits of a chunk come as float32 products, one tile of the vocabulary at a time.
+`exp_tile_kernel` turns a tile into exponentials in the inputs' dtype, relative to the *label's*
+logit, which `label_logit_kernel` computes beforehand. One factor, the same in all tiles, then turns
+a row of them into probabilities. It is applied to the small operand or result of the two products
+that follow, so only these read the chunk. `softmax_rows_kernel` merges the sums of a row's blocks
+into its loss and that factor, and writes the hidden state times the factor for the head's gradient.
 
-The label's entry of a row is far larger than the others, so that its rounding error averages out
-with no neighbour's. It leaves the chunk, which holds 0 there, and reaches the gradients in float32
+The label's entry of a row is far larger than the others, so its rounding error would not average
+out with theirs. It leaves the chunk, which holds 0 there, and reaches the gradients in float32
 (:mod:`fusedce.kernels.input_grads`). Errors of bfloat16 gradients, over that of rounding the exact
 ones once, are 1.0 to 1.5 in this way, and up to 2.5 where a wrong class has nearly all the
 probability; those of torch's bfloat16 logits are 3 to 15 there.
 
-References are whole numbers, so another one is an exact factor. A block whose maximum is 2^30 above
-the label takes its own; then `softmax_rows` reads that row and brings all its blocks to the highest
-reference. It also does so with float16, which lacks the range: its rows are normalised before they
-are rounded (``NORMALISE``).
+References are powers of two, so changing the reference is an exact factor. A block that exceeds
+2^30 times the label's exponential takes a reference of its own; then `softmax_rows_kernel` rescales
+that row to its highest reference. For float16, whose range is too small, it rescales every row, to
+probabilities (``NORMALISE``).
 
 Rounding an exponential to bf16 is a relative error of 2^-9, no more than rounding the gradient
 itself; a logit rounded to bf16 would be wrong by 2^-9 *of its size*, and the probability with it.
 (The idea of storing exponentials is QuACK's, https://github.com/Dao-AILab/quack.)
 
-Where every row has factors of its own and its log-sum-exp is known, `token_grad` makes the gradient
-of a tile of logits in one step.
+If every row has upstream factors of its own and its log-sum-exp is known, `token_grad_kernel` makes
+the gradient of a tile of logits in one step.
 
 Rows of all buffers are padded to multiples of 16 entries, and masks count the padding in: what
 Triton knows to be a multiple of 16 it moves 16 bytes at a time. Numbers and addresses that depend
@@ -97,11 +97,11 @@ def exp_tile_kernel(
     labels,  # (C,) int
     z_label,  # (C,) fp32, or None: every block has a reference of its own
     maxima,  # (blocks, C) fp32 out, the label's logit left out
-    sums,  # (blocks, C) fp32 out, the same, relative to the block's reference
-    best,  # (blocks, C) int32 out, or None: where the maximum is
-    first,  # row of the chunk
-    first_block,  # begin / BLOCK_V
-    most,  # columns of all tiles but the last
+    sums,  # (blocks, C) fp32 out: sums of their exponentials, relative to the block's reference
+    best,  # (blocks, C) int32 out, or None: class of the maximum
+    first,  # row of the chunk that products begin with
+    first_block,  # the tile's first class / BLOCK_V
+    most,  # classes of a tile; the last one may have fewer
     V,
     stride_ec,
     stride_block,  # of maxima, sums and best
@@ -159,7 +159,7 @@ def softmax_rows_kernel(
     sums,  # (blocks, rows) fp32
     z_label,  # (C,) fp32
     losses,  # (C,) fp32 out
-    entries,  # (C,) fp32 out: the label's, 0 in the chunk; without AMPLIFY and the row's factor
+    entries,  # (C,) fp32 out: the label's gradient, 0 in exps; without AMPLIFY and row factor
     count,  # () int32: rows from here on (counted from the first chunk's) are padding
     terms,  # (3, C) fp32 or None: the gradient is a * (p - onehot) + (b + b2 * lse) * p
     lse,  # (C,) fp32 out, with terms
@@ -182,7 +182,7 @@ def softmax_rows_kernel(
     BLOCK_V: tl.constexpr,  # entries that share a maximum
     BLOCK_H: tl.constexpr,
 ):
-    """A row's loss and factor from its blocks' sums; the row itself is rewritten only if need be.
+    """A row's loss and factor from its blocks' sums; the row itself is rewritten only if necessary.
 
     A program takes one row. A row of padding gets zeros.
     """
@@ -241,8 +241,8 @@ def softmax_rows_kernel(
         of_p = a + b
         g_label = a * g_label + b * (exp(z, top) * inverse * logits_slope(z, scale, softcap))
         if NORMALISE:
-            # The row's size goes to its factor: whatever the weights, the largest number stored is
-            # at most `scale`.
+            # The row's factor takes the size of the weights, so that no number stored is larger
+            # than `scale`.
             size = tl.abs(a) + tl.abs(b)
             # A power of two: the products' other operand takes it in without being rounded again.
             exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
@@ -340,7 +340,7 @@ def token_grad_kernel(
     if temperature is not None:
         log_p /= tl.load(temperature + c)
     log_p -= tl.load(lse + c)
-    if top is not None:  # near p = 1 the rounding of another product would be all of log p
+    if top is not None:  # near p = 1, log p is as small as the rounding of this second product
         log_p = tl.where(log_p > LIKELY, tl.load(top + c) - tl.load(lse + c), log_p)
     p = tl.exp2(log_p * LOG2E)
     factor = tl.load(alpha + c)

@@ -47,7 +47,7 @@ def logits_tile(
 
     Addresses come from the loop variable, not from pointers carried along: those would end the
     software pipeline wherever the compiler fuses this loop with the one around it. Columns past V
-    hold anything.
+    are undefined.
     """
     offs_h = tl.arange(0, BLOCK_H)
     offs_v = tl.minimum(start_v + tl.arange(0, BLOCK_V), V - 1)  # reads stay in the matrix
@@ -122,9 +122,9 @@ def label_logits(
 def tanh(x):
     """tanh to a few units of fp32's last place: odd Taylor terms near 0, exponentials elsewhere.
 
-    ``1 - 2 / (1 + exp(2|x|))`` alone would cancel near 0, where most soft-capped logits are. Not
-    libdevice's: that is one name for each of CUDA, HIP and XPU and none for the interpreter, and
-    two branches that a warp walks both, where this is straight arithmetic.
+    ``1 - 2 / (1 + exp(2|x|))`` alone would cancel near 0, where most soft-capped logits are.
+    libdevice's tanh has a name of its own on each of CUDA, HIP and XPU, none in the interpreter,
+    and two branches, of which a warp often executes both; this code has none.
     """
     a = tl.abs(x)
     x2 = x * x
@@ -143,7 +143,7 @@ def tanh(x):
 
 @triton.jit
 def finish_logits(z, bias, scale, softcap):
-    """Scale and cap raw products ``z``; ``bias`` is broadcastable to them. None: not asked for."""
+    """Add the bias to raw products ``z``, scale and cap them; ``None`` leaves a step out."""
     if bias is not None:
         z += bias
     if scale is not None:
@@ -179,11 +179,11 @@ def exp(z, reference):
 
 @triton.jit
 def block_reference(m, z_label):
-    """The power of two that exponentials of a block of a row are stored relative to.
+    """The reference ``r`` of a block: its exponentials are stored divided by ``2 ** r``.
 
-    Its maximum ``m``, where there is no ``z_label``. Otherwise a whole number, so that the factor
-    to another block's is exact: the label's logit, the same in all blocks of a row; but where that
-    is NaN or -inf, or the block's maximum is 2^30 above it, it comes from the maximum.
+    Without ``z_label``, ``r`` is the block's maximum ``m`` times log2(e). With it, ``r`` is a whole
+    number, so that a change of reference is exact: the label's logit rounded down, the same for all
+    blocks of a row; if that is NaN or -inf, or more than 30 below, the maximum rounded up.
     """
     own = finite_max(m) * LOG2E
     if z_label is None:

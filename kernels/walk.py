@@ -52,7 +52,7 @@ HIGHEST: tl.constexpr = tl.constexpr(2.0**127)
 
 @triton.jit
 def add_sums(z, m, s):
-    """Sums with a tile's exponentials, in units of 2 ** m: m is whole, and no maximum is above."""
+    """Add a tile's exponentials to the sums ``s``, in units of 2 ** m (m whole, no logit above)."""
     highest = tl.maximum(m, tl.ceil(tl.max(z, axis=1) * LOG2E))
     highest = tl.minimum(highest, HIGHEST)
     return highest, s * tl.exp2(m - highest) + tl.sum(exp(z, highest[:, None]), axis=1)
@@ -60,7 +60,7 @@ def add_sums(z, m, s):
 
 @triton.jit
 def add_logits(z, zsum, class_weight, start_v, V, BLOCK_V: tl.constexpr):
-    """Sums with a tile's logits, each times its class's weight."""
+    """Add a tile's logits, each times its class's weight, to ``zsum``."""
     offs_v = start_v + tl.arange(0, BLOCK_V)
     mask_v = offs_v < V
     if class_weight is not None:
@@ -72,7 +72,7 @@ def add_logits(z, zsum, class_weight, start_v, V, BLOCK_V: tl.constexpr):
 
 @triton.jit
 def add_statistics(z, m, others, moment, index, start_v, moments, best):
-    """Maximum, ``others``, ``moment`` and index of the maximum, with those of a tile."""
+    """Update the maximum, ``others``, ``moment`` and the maximum's index by a tile."""
     m_tile = tl.max(z, axis=1)
     if best is not None:
         index = tl.where(m_tile > m, start_v + tl.argmax(z, axis=1), index)
@@ -81,7 +81,7 @@ def add_statistics(z, m, others, moment, index, start_v, moments, best):
     a = tl.exp2((m - m_safe) * LOG2E)
     if moments is not None:
         empty = m_tile == float("-inf")
-        d = tl.maximum(z - finite_max(m_tile)[:, None], -1e30)  # e = 0 there, and 0 * inf NaN
+        d = tl.maximum(z - finite_max(m_tile)[:, None], -1e30)  # e is 0, and 0 * inf would be NaN
         e = tl.exp2(d * LOG2E)
         top = z == m_tile[:, None]  # each but one of equal maxima counts among the others
         ties = tl.where(empty, 0.0, tl.sum(top.to(tl.float32), axis=1) - 1.0)
@@ -185,18 +185,18 @@ def walk_kernel(
     rows,  # (N,) int32: valid rows, from compact_kernel; None: all
     count,  # () int32: how many; or None
     maxima,  # (splits, N) fp32 out, the label's logit left out; SUMS: references
-    sums,  # (splits, N) fp32 out, of their exponentials
-    best,  # (splits, N) int32 out, or None: where the maximum is. EXPONENTIALS: all three by tile
+    sums,  # (splits, N) fp32 out: sums of the exponentials relative to maxima
+    best,  # (splits, N) int32 out, or None: argmax. EXPONENTIALS: these three are (tiles, N)
     z_label,  # (N,) fp32 out; EXPONENTIALS: in, or None: every tile has references of its own
-    block_losses,  # (blocks,) fp64 scratch of SUMS
-    tickets,  # (1 + blocks,) int32, all 0: of the row blocks together, then of each
+    block_losses,  # (blocks,) fp64 scratch of SUMS: a row block's loss
+    tickets,  # (1 + blocks,) int32, all 0: one that counts finished row blocks, one per row block
     loss_sum,  # () fp32 out
     lse,  # (N,) fp32 out at valid rows, or None
     class_weight,  # (V,) fp32 or None: of STATISTICS, weights of the sum of the logits
     temperature,  # (N,) fp32 or None: divisor of the logits of a row
     moments,  # (splits, N) fp32 out, or None: no entropy
     zsums,  # (splits, N) fp32 out, or None
-    exps,  # (N, width) out of EXPONENTIALS: times the slope of their logits, 0 at the label
+    exps,  # (N, width) out of EXPONENTIALS, times the slope of their logits; 0 at the label
     width,  # V rounded up to a multiple of 16
     stride_ec,
     N,
@@ -204,7 +204,7 @@ def walk_kernel(
     V,
     stride_hn,
     stride_wv,
-    stride_split,  # of maxima and what is like them
+    stride_split,  # of maxima, sums, best, moments and zsums
     scale,  # None for 1
     softcap,  # or None
     tiles_per_split,
@@ -218,7 +218,7 @@ def walk_kernel(
     INPUT_PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Tiles of one split for a block of rows; what is merged of it afterwards."""
+    """Walk over the tiles of one split for a block of rows, and store what is merged afterwards."""
     block, split = program_of_grid(tl.program_id(0), N, splits, BLOCK_N, GROUP_N)
     n = N
     if count is not None:
@@ -342,7 +342,7 @@ def merge_stats_kernel(
             index = tl.where(m_i > m, index_i, index)
         m, others, moment = merge(m, others, moment, m_i, others_i, moment_i, moments is not None)
 
-    # The label is one more split: its maximum is its own logit, and nothing is beside it.
+    # The label is one more split, with one logit: that is its maximum, and `others` is 0.
     z = tl.load(z_labels + offs_n, mask=mask_n, other=0.0).to(tl.float64)
     none = tl.zeros((BLOCK_N,), dtype=tl.float64)
     label = tl.load(labels + row, mask=mask_n, other=0).to(tl.int64)
@@ -364,7 +364,7 @@ def merge_stats_kernel(
         log_sum = tl.where(z > m, log1p(above), tl.log(own + above))
         loss = top - z + log_sum
     total = tl.where(top == float("-inf"), top, top + log_sum)
-    bad = z != z  # a bad label, or a logit of +inf: maxima may pass a NaN by
+    bad = z != z  # a bad label, or a label's logit of +inf: tl.maximum may drop a NaN
     tl.store(nll + row, tl.where(bad, z, loss).to(tl.float32), mask=mask_n)
     if lse is not None:
         tl.store(lse + row, tl.where(bad, z, total), mask=mask_n)
@@ -392,6 +392,6 @@ def merge(m, others, moment, m_i, others_i, moment_i, HAS_MOMENT: tl.constexpr):
 @triton.jit
 def log1p(x):
     """``log(1 + x)`` for fp64 ``x >= 0``, exact for small ones (Kahan): the rounding of ``1 + x``
-    is in both factors and leaves. Not libdevice's, which the interpreter and HIP do not have."""
+    cancels. libdevice's log1p is missing in the interpreter and on HIP."""
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))

@@ -43,7 +43,7 @@ class LossAccumulator(Metrics):
 
     Each micro-loss is multiplied by ``R * backward_divisor / max(sum of n_valid, 1)``, the sum
     over micro-batches and ranks, with ``R`` the number of ranks where gradients are averaged and
-    1 where they are added. Streaming divides by 1024 tokens per rank first, and ``finish`` corrects
+    1 where they are added. Streaming divides by 1024 per rank at first, and ``finish`` corrects
     ``.grad`` once. Do not call ``finish`` after clipping; :meth:`guard` catches other mistakes.
 
     Args:
@@ -76,8 +76,8 @@ class LossAccumulator(Metrics):
     Note:
         A label out of range, other counts than declared, a factor on the loss, or gradients set to
         zero raise an error at the window's end, the same on all ranks, before an optimizer steps.
-        On a GPU ``metrics`` and ``state_dict`` raise it, and otherwise one window in 32, so that
-        the others do not wait for the GPU.
+        On a GPU the error comes later, so that windows do not wait for the GPU: in ``metrics`` or
+        ``state_dict``, and after 33 windows at the latest.
 
     Collectives: each is an all-gather of 97 int64 from each rank on ``process_group`` (under gloo,
     on a new group of the same ranks). Streaming has one per window, in ``finish``. Declared counts
@@ -185,9 +185,9 @@ class LossAccumulator(Metrics):
         sums = unpack(out)
         if not sums.is_whole:
             raise ValueError(
-                "out was multiplied or divided by a number: a window divides whole sums by all of "
-                "its tokens itself. Leave the number of micro-batches or ranks out; a loss that "
-                "counts less has a smaller token_weight="
+                "out was multiplied or divided by a number, but a window divides the sum by all of "
+                "its tokens itself. Do not divide by the number of micro-batches or ranks; to give "
+                "a loss a smaller weight, use token_weight="
             )
         if (window := self._window) is None:
             if self._engine.no_streaming is not None:

@@ -124,8 +124,8 @@ def from_mesh(
     Args:
         mesh: e.g. ``init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "tp"))``.
         token_dims: the dimensions over which tokens differ: data and context parallel ones,
-            not tensor parallel ones. None at all: every rank holds the same tokens. Several
-            make one new group, a collective of all ranks of the mesh, once.
+            not tensor parallel ones. An empty list: every rank holds the same tokens. Several are
+            flattened into one new group, by one collective of all ranks of the mesh.
         pipeline_dim: the dimension over which a pipeline's stages lie. All of them open the
             same windows (``acc.window()`` without counts where there is no loss) and call
             ``finish``; the schedule needs ``scale_grads=False``, and
@@ -155,10 +155,10 @@ def from_accelerator(
     ``backward`` calls ``accelerator.backward``, and its constant division by
     ``gradient_accumulation_steps``, also in a shorter last window, is undone. Streaming fits
     ``accelerator.accumulate``; with declared counts draw the micro-batches of a window first
-    and do without ``accumulate``, which takes each of the last ones for the end of the epoch
-    once the dataloader is exhausted (``examples/accelerate_loop.py`` shows both).
-
-    ``accelerator`` runs on one device, with DDP, FSDP or DeepSpeed (declared counts only).
+    and do not use ``accumulate``: the dataloader is then exhausted before the last window is
+    computed, and ``accumulate`` would end the step at each of its micro-batches
+    (``examples/accelerate_loop.py`` shows both). It works on one device, and with DDP, FSDP or
+    DeepSpeed (declared counts only).
 
     Examples:
         >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)

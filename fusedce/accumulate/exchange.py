@@ -35,7 +35,7 @@ _UNREAD = 32  # messages on a device that wait to be read, at most
 GRACE = timedelta(seconds=1)  # time for other ranks to report errors before one is raised
 _ADVICE = (
     "Look at what the other ranks do: each needs the same windows, the same number of "
-    "micro-batches in them (empty ones may be all ignored) and the same calls of metrics(), and "
+    "micro-batches in them (add some with all labels ignored) and the same calls of metrics(), and "
     "one that has failed says why in its own output"
 )
 _COUNTERS: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
@@ -89,9 +89,9 @@ class Exchange:
         return Exchange, (self.ranks,)
 
     def number(self) -> int:
-        """Its number among those of the same ranks, in the order of their first use.
+        """Number of this accumulator among those of the same ranks, in the order of first use.
 
-        One rank may make accumulators alone; those that are used are the same on all ranks.
+        A rank may make accumulators that it never uses; only those that are used are counted.
         """
         if self._number is None:
             self._number = next(_COUNTERS[self.ranks.name()])
@@ -184,9 +184,9 @@ def explain(rows: list[Told]) -> Exception | None:
         have = " and ".join(f"{x!r} on {n}" for x, n in Counter(said).items())
         if name == "accumulator":
             return RuntimeError(
-                f"messages of different accumulators have met: those of numbers {said}, counted in "
-                f"the order in which each rank has used them first. All ranks must open, finish "
-                f"and read those that they share in the same order"
+                f"messages of different accumulators have met: those of numbers {said} (one per "
+                f"rank), in the order of their first use there. All ranks must open, finish and "
+                f"read the accumulators that they share in the same order"
             )
         if name == "purpose":
             at = ", ".join(f"{n} to {purpose}" for purpose, n in Counter(said).items())
@@ -206,8 +206,8 @@ def explain(rows: list[Told]) -> Exception | None:
         return RuntimeError(
             f"ranks have different numbers of micro-batches in this window: {few - 1} on rank "
             f"{counts[few]}, {many - 1} on rank {counts[many]}. Each rank declares the same number "
-            f"(empty ones may be all ignored); streaming takes any, if the engine waits for other "
-            f"ranks in the last backward alone (DDP under no_sync())"
+            f"(add some with all labels ignored); streaming allows others, if the engine waits for "
+            f"other ranks only in the last backward (DDP under no_sync())"
         )
     return None
 

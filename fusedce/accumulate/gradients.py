@@ -44,7 +44,7 @@ LISTENERS: list[Callable[[float], object]] = []
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
-    """``p.grad *= factor``, ``()`` float64; rounds each product once, and never the factor."""
+    """``p.grad *= factor``, ``()`` float64; each product is rounded once, the factor never."""
     for listener in LISTENERS:
         listener(float(factor))
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}

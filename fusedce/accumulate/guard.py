@@ -30,7 +30,7 @@ from fusedce.accumulate.gradients import held_by_fsdp2, norms_of
 
 _Grad = tuple[WeakIdRef, int]  # the gradient that a parameter has, and its version
 _TOLERANCE = 1e-4  # of factors: 1/3 in float32 is not 1/3
-_WATCHED = 8  # parameters that show for all of them what happens to gradients
+_WATCHED = 8  # parameters whose gradients are checked, for all of them
 
 
 class Guard:
@@ -67,7 +67,7 @@ class Guard:
         self._after: dict[int, _Grad] = {}
         self._backward = -1  # its id
         self._schedule: Any = None  # the pipeline's, whose loss_fn has given a loss
-        self._found: list[tuple[int, Tensor]] = []  # faults, where () is true
+        self._found: list[tuple[int, Tensor]] = []  # kinds of faults; () bool: whether it is one
 
     def add(self, optimizer: Any, module: Any) -> None:
         """Watch an optimizer and, if given, a module; ``TypeError`` for anything else."""
@@ -87,7 +87,7 @@ class Guard:
     # ---- parameters -------------------------------------------------------------------------
 
     def _know(self, parameters: Iterable[Tensor]) -> None:
-        """Watch these parameters too; of FSDP1's flat ones their originals, if users see these."""
+        """Watch these parameters too; for FSDP1 with ``use_orig_params``, the original ones."""
         for flat in parameters:
             originals = getattr(flat, "_params", None) or [flat]
             self._known |= {id(p): weakref.ref(p) for p in originals}
@@ -143,7 +143,7 @@ class Guard:
                 said = [names.get(id(p), f"one of shape {tuple(p.shape)}") for p in missing[:3]]
                 raise RuntimeError(
                     f"parameters: {len(missing)} that have a .grad were not given to finish, and "
-                    f"would be trained with the gradients of an estimate: {', '.join(said)}"
+                    f"would keep gradients divided by a provisional count: {', '.join(said)}"
                 )
             self._know(trained)
         if held := [p for p in held_by_fsdp2() if id(p) not in self._held]:

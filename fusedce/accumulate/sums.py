@@ -173,7 +173,7 @@ class Metrics:
             x, whole = state[name], name in ("n_valid", "n_windows")
             is_number = isinstance(x, int if whole else (int, float)) and not isinstance(x, bool)
             if not is_number or (whole and x < 0):
-                raise ValueError(f"state[{name!r}] must be a (whole) number >= 0, got {x!r}")
+                raise ValueError(f"state[{name!r}] must be a number (counts: int >= 0), got {x!r}")
         self._reset()
         self._waiting, self._bad = None, None
         numbers = [float(state[name]) for name in KINDS]

@@ -118,10 +118,10 @@ class Window:
         return reduce(torch.add, terms)
 
     def _ticket(self, terms: list[Tensor], record: Record) -> Tensor:
-        """A zero whose gradient is what arrives at the loss: the micro-batch counts with it.
+        """A zero to add to the loss; its hook sees the loss's gradient and counts the micro-batch.
 
-        It is a leaf, so a ``torch.autograd.grad`` for other tensors leaves it out, as a pipeline's
-        first step that asks for a stage's inputs to learn their shapes.
+        It is a leaf, so ``torch.autograd.grad`` for other tensors does not reach it: a pipeline's
+        first step calls that for a stage's inputs, to learn their shapes.
         """
         ticket = torch.zeros_like(terms[0], requires_grad=True)
         roots = [term.grad_fn for term in terms]
@@ -161,8 +161,8 @@ class Window:
         if self.declared is not None and n < len(self.declared):
             raise RuntimeError(
                 f"window: {len(self.declared)} micro-batches were declared, {n} differentiated "
-                f"({self._n_scaled - n} more scaled, but not differentiated): the gradients are "
-                f"divided by tokens of missing losses"
+                f"({self._n_scaled - n} more scaled, but not differentiated): the gradients would "
+                f"be divided by the tokens of missing losses, too"
             )
         if self.auxiliary:
             raise RuntimeError(
@@ -200,7 +200,7 @@ class Window:
         return _exchange.first_of(rows)
 
     def _means(self, counts: Tensor) -> Tensor | None:
-        """The fault of losses that all were divided by their own ``counts (micro-batches,)``."""
+        """The fault of a mean: each loss was divided by its own of ``counts (micro-batches,)``."""
         divisors = [m.divisor for m in self.done if m.divisor is not None]
         if len(divisors) < len(counts):
             return None

@@ -10,8 +10,8 @@ inside torch.func                     the same: only this way takes a factor per
 a sharded vocabulary                  the same
 ====================================  ===========================================================
 
-Label smoothing takes ``s / V`` from every probability. Where these are nearly even, little is left;
-if they were rounded to two bytes before, only the rounding errors are.
+Label smoothing subtracts ``s / V`` from every probability. If they are nearly equal, little is left
+of them; had they been rounded to two bytes before, only rounding errors would be left.
 """
 
 from __future__ import annotations

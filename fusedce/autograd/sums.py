@@ -56,7 +56,7 @@ class Finish(NamedTuple):
     wanted: Wanted
     dtype: torch.dtype  # of the inputs
     backend: str
-    ours: bool  # saved tensors are not a user's, and may be written into
+    ours: bool  # the saved tensors cannot be a user's, so they may be written into
 
     def gradients(self, saved: Sequence[Tensor], upstream: Tensor) -> list[Any]:
         """Gradients of hidden state, weight and bias; may overwrite ``saved``, see `SumWithGrads`.

@@ -4,7 +4,7 @@ In :mod:`fusedce.autograd.sums` the forward pass computes the gradients, since a
 upstream factor. Here each token has its own factors, which are known only in backward: it computes
 the logits a second time and stores none. There are two operators, :func:`_stats` with its
 derivative :func:`_grads`, for every loss: of labels, of several classes, beside a teacher; whole or
-sharded. Both are functions of autograd as well, for transforms of ``torch.func``.
+sharded. Both exist as ``torch.autograd.Function`` as well, for transforms of ``torch.func``.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _stats(*flat: Any) -> tuple[Tensor, ...]:
 
 
 def _needs_top(problem: Problem, wanted: Wanted) -> bool:
-    """Whether backward has other products of the same logits, and needs the largest one."""
+    """Whether backward's logits may differ in the last bits, so that it needs the largest one."""
     return wanted.lse and problem.backend == "triton"
 
 
@@ -206,10 +206,9 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
 # ---- over the classes of all ranks --------------------------------------------------------------
 #
 # Each rank gives the backend its own rows as a vocabulary of their own. A token whose label lies on
-# another rank has its label in row 0 for the statistics, whose sums over the ranks leave that out;
-# for the gradients it has none. The ranks exchange a few numbers a token, and in backward, where
-# each of them computes the logits of its classes again, their addends of ``d_hidden`` are summed
-# once.
+# another rank gets label 0 for the statistics, of which only the log-sum-exp of all classes is then
+# used; for the gradients it gets no label. The ranks exchange a few numbers per token. In backward
+# each rank computes the logits of its classes again, and one all-reduce adds up ``d_hidden``.
 
 
 class OfShard(NamedTuple):

@@ -81,7 +81,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def default_backend(device: torch.device, dtype: torch.dtype) -> str:
-    """Name of the backend that runs there unasked.
+    """Name of the backend that runs there if none is asked for.
 
     Raises:
         RuntimeError: the device has no float64, in which losses are summed.
@@ -98,7 +98,7 @@ def default_backend(device: torch.device, dtype: torch.dtype) -> str:
 def resolve_backend(backend: str | None, hidden: Tensor) -> str:
     """Name of the backend for ``hidden``; an explicit request that cannot run raises.
 
-    Unasked, Triton takes only hidden sizes that are multiples of 16: it loads others one by one.
+    If none is asked for, Triton runs only if H is a multiple of 16: it loads others one by one.
 
     Raises:
         ValueError: unknown name.

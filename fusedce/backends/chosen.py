@@ -1,10 +1,10 @@
 """Logits of a few chosen classes of every token, differentiable, and their gradients.
 
 Their rows of the head are read one by one, for as many tokens at a time as fit a small budget:
-nothing of the size ``(N, K, H)`` is held. The code is plain torch for every backend: beside the
-product with the whole head this is ``K / V`` of the work.
+nothing of the size ``(N, K, H)`` is held. The code is plain torch for every backend: it is
+``K / V`` of the work of the product with the whole head.
 
-A tile of the gradient holds the addends of the tokens' statistics and theirs before it is rounded.
+Their entries of the gradient are added to those of the statistics before it is rounded.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def likeliest(z: Tensor, valid: Tensor) -> Tensor:
 def logprobs(z: Tensor, best: Tensor, nll: Tensor, valid: Tensor) -> Tensor:
     """``(N, K)`` log-probabilities of the classes with logits ``z``, 0 where not valid.
 
-    ``nll (N,)``, that of the class at ``best (N, 1)``, is exact near a probability of 1; those of
-    the others, none beyond 1/2, follow from the differences of their logits to it.
+    ``nll (N,)``, that of the class at ``best (N, 1)``, is exact near a probability of 1. The other
+    classes, whose probability is 1/2 at most, follow from the differences of their logits to it.
     """
     z_best = z.gather(1, best)
     gap = (z - z_best).masked_fill((z == -math.inf) & (z_best == -math.inf), 0)

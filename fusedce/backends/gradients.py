@@ -28,10 +28,9 @@ def of_inputs(problem: Problem) -> Dtypes:
 def waiting(problem: Problem) -> Dtypes:
     """Dtypes in which the gradients of a sum wait for their upstream factor.
 
-    In float32 they are rounded once, whatever comes from upstream. A weight's waits in its own
-    dtype, for twice its memory would be felt: there a factor that was not expected costs a second
-    rounding. Not in float16, whose range the gradient of a sum can leave although that of a mean
-    fits it.
+    In float32 they are rounded once, whatever factor arrives. The weight's waits in its own dtype,
+    to save memory: a factor that was not expected costs it a second rounding. For float16 it waits
+    in float32, since the gradient of a sum can overflow float16 where that of a mean does not.
     """
     dtype = problem.hidden.dtype
     acc = acc_dtype(dtype)
@@ -44,7 +43,7 @@ def call_of(
     n: int,  # tokens that are computed
     dtypes: Dtypes | None = None,  # of the gradients; by default those of the inputs
     *,
-    logit: int | None = None,  # bytes a chunk holds of each; by default those of Triton's chunks
+    logit: int | None = None,  # bytes a chunk holds of each logit; default: those of an input
     triton: bool = False,
     gemm_block: int = 0,  # see `Call`
 ) -> Call:
@@ -123,8 +122,8 @@ class Summed(NamedTuple):
 class Gradients:
     """Gradients of hidden, weight and bias; ``None`` where not wanted.
 
-    The weight's is summed in float32 (float64) over the chunks. Where there is one chunk alone,
-    that sum is inside of a product, and the buffer has the dtype that is wanted in the end.
+    The weight's is summed in float32 (float64) over the chunks. With a single chunk, one product
+    makes that sum, so the buffer has the final dtype.
     """
 
     def __init__(
@@ -173,7 +172,7 @@ def by_class(y: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The unique values of ``y (C,)``, sorted, and the sum of the ``rows (C, ...)`` of each."""
     unique, inverse = y.unique(return_inverse=True)
     summed = rows.new_zeros(len(unique), *rows.shape[1:])
-    # Deterministic: on a CPU the one, for it is serial; elsewhere the other, which sorts first.
+    # Both are deterministic where they are used: index_add_ is serial on a CPU, index_put_ sorts.
     if rows.device.type == "cpu":
         return unique, summed.index_add_(0, inverse, rows)
     return unique, summed.index_put_((inverse,), rows, accumulate=True)

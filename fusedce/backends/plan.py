@@ -14,8 +14,8 @@ With tiles the log-sum-exp is known from a pass of its own, so a tile's rows of 
 are complete at once and are rounded once. A student beside a teacher never takes tiles, which would
 need eight products for some divergences.
 
-Both backends ask here, and so do all predictions; no torch is needed. Bytes are counted beside the
-inputs and the gradients in the inputs' dtype.
+Both backends and all predictions use this module, which does not import torch. Bytes are counted
+beyond the inputs and the gradients in the inputs' dtype.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _DEVICE_TOKENS = 8192
 ROW_MULTIPLE = 64  # blocks of so many tokens give a token the same bits in every batch
 _LEAST_CLASSES = 64
 SCRATCH_CPU = 4 * MiB  # of MKL and oneDNN, and of the allocator (measured)
-COMPARED_ELEMENTS_CPU = 2**17  # of a tile of logits beside another head's, a thread
+COMPARED_ELEMENTS_CPU = 2**17  # per thread, of a tile in which two heads' logits are compared
 
-# Float32 products that the Triton backend holds at a time. At least: what stays in L2 until they
-# are read. At most: memory. Between them: so many FLOPs that the host has the next launches ready.
+# Number of float32 logits that the Triton backend holds at a time. The least still stays in L2, the
+# most limits memory. Between them TILE_FLOPS decides: the host has the next launches ready by then.
 TILE_ELEMENTS = (2**23, 2**25)
 TILE_FLOPS = 2**36
 EXP_BLOCK_V = 2048  # vocabulary entries of a row that share one maximum in training
@@ -78,11 +78,11 @@ class Call(NamedTuple):
     triton: bool = True
     copies: int = 2  # float32 tiles that the torch backend's steps hold at a time
     fp16: bool = False  # float16 has too small a range for the factors of rows
-    fixed: int = 0  # bytes that the caller holds besides
+    fixed: int = 0  # bytes that the caller holds as well
     threads: int = 1  # of a CPU
     budget: int = DEVICE_BUDGET  # bytes of a chunk's logits on a GPU: see `device_budget`
     gemm_block: int = 0  # classes of a block where one GEMM makes the exponentials; 0: tiles do
-    teacher: int | None = None  # H of a teacher beside; 0: given probabilities are
+    teacher: int | None = None  # H of the teacher of a divergence; 0: given probabilities instead
 
     def beside(self, teacher: int | None) -> Call:
         """The call of a divergence: from a teacher of that H, or from probabilities (None)."""
@@ -190,7 +190,7 @@ def _ways(call: Call, classes: int) -> list[_Sizes]:
 
 
 def _tilings(call: Call, classes: int) -> list[_Sizes]:
-    """Ways by tiles of at most so many classes: rather narrower than blocks of very few tokens."""
+    """Ways by tiles of at most ``classes``, narrower before blocks would have very few tokens."""
     step = call.limits.block_multiple
     most = max(call.n, 1) if call.triton else min(max(call.n, 1), call.limits.block_tokens)
     most = -(-most // step) * step
@@ -216,8 +216,8 @@ def chunk_size(call: Call) -> int:
     """Tokens per chunk where no budget is given, at least 1.
 
     One chunk needs no float32 accumulator of the weight gradient, ``4 * V * H`` bytes that every
-    chunk moves twice: it is both smaller and faster while its logits take no more than a chunk's
-    and that.
+    chunk moves twice. So one chunk is both smaller and faster while its logits take no more bytes
+    than those of a usual chunk and the accumulator together.
     """
     n, most = call.n, _most_tokens(call)
     if n <= most + (4 * call.H // call.logit if call.accumulator else 0):
@@ -255,7 +255,7 @@ def tile_classes(call: Call, memory_budget: int | None, C: int = 1) -> int:
 
 
 def compared_classes(call: Call, C: int, T: int) -> int:
-    """Classes that two heads' logits are compared of at a time: they stay in a core's own cache."""
+    """Classes of which two heads' logits are compared at a time: they stay in a core's cache."""
     return min(max(COMPARED_ELEMENTS_CPU * call.threads // C, 64), T) if call.on_cpu else T
 
 
@@ -266,7 +266,7 @@ def equal_parts(n: int, most: int, multiple: int) -> int:
 
 
 def multiple_of_16(n: int) -> int:
-    """``n`` rounded up to a multiple of 16: rows of what kernels write, as their masks are."""
+    """``n`` rounded up to a multiple of 16: the length of the rows that kernels write."""
     return -(-n // 16) * 16
 
 

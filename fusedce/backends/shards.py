@@ -1,4 +1,4 @@
-"""Collectives of ranks that share a vocabulary: tokens of each rank's own, and the one merge."""
+"""Collectives of ranks that share a vocabulary: gather their tokens, merge their statistics."""
 
 from __future__ import annotations
 
@@ -151,10 +151,10 @@ class _Own(torch.autograd.Function):
         return None, *found
 
 
-# ---- what ranks with other classes know about the same tokens -----------------------------------
+# ---- merging statistics of the same tokens over ranks with other classes ------------------------
 #
-# Log-sum-exps merge as those of tiles do. The label's logit, which one rank has, stays out of them,
-# so that nothing cancels at p -> 1.
+# Log-sum-exps of ranks merge as those of tiles do. They leave out the label's logit, which one rank
+# has, so that nothing cancels at p -> 1.
 
 
 def of_ranks(rows: list[Tensor], shard: Shard) -> list[Tensor]:
@@ -210,7 +210,7 @@ def entropy_of(
 
 
 def largest(x: Tensor, row: Tensor, others: Tensor, shard: Shard) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest ``x (n,)`` of a rank, its ``row``, and all else summed, ``others`` too.
+    """Over ranks: the largest ``x (n,)``, its ``row``, the sum of the other ``x`` and ``others``.
 
     The row is counted from the first one here. Collectives: one all-gather of 3 float64 a token.
     """

@@ -40,7 +40,7 @@ def upstream_of(
     values: Values,
     upstreams: Upstreams,
     *,
-    V: int,  # classes, of which weight may hold some alone
+    V: int,  # all classes; a shard's weight holds only some of them
     chosen: Tensor | None = None,  # (N, K) the classes of values.z; -1 for none
 ) -> Upstream:
     """Factors of the gradient of a row of logits, by
@@ -113,9 +113,9 @@ def loss_in_two_passes(
 ) -> Summed:
     """The sum of the losses and its gradients in two passes over the logits, for a small budget.
 
-    The first pass finds the statistics of every token, and so the losses; the second, by tiles of
-    the vocabulary, the gradients for upstream factors of each token's own: here those are the
-    slopes of the objective, times the factor that is expected.
+    The first pass finds the statistics of every token, and so the losses. The second computes the
+    gradients by tiles of the vocabulary, with an upstream factor per token: the slope of its loss
+    times the factor that is expected.
     """
     V = problem.weight.shape[0]
     stats = token_stats(problem, Wanted(lse=True, argmax=argmax is not None), argmax)

@@ -119,7 +119,7 @@ def targets_of(problem: Problem, probabilities: Tensor) -> Divergence:
         )
     for name in {*NUMBERS} - OF_TARGETS:
         if getattr(problem, name) != Problem._field_defaults[name]:
-            raise ValueError(f"{name} is of class indices, the labels are class probabilities")
+            raise ValueError(f"{name} needs class indices as labels, got class probabilities")
     shape = *problem.labels.shape, len(problem.weight)
     if probabilities.shape != shape:
         raise ValueError(

@@ -12,8 +12,8 @@ from torch import Tensor
 from fusedce.agreement import timeout_of
 
 ALONE = object()  # every other rank holds the same tokens
-# By name, since operators take no groups as arguments. Torch keeps a group until it is destroyed;
-# one that is kept longer would wait in a forked process for threads that it does not have.
+# By name, since operators take no groups as arguments. The references are weak: torch keeps a group
+# until it is destroyed, and one kept longer hangs in a forked process, which lacks its threads.
 _GROUPS: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
 
 

@@ -51,7 +51,7 @@ def shift_labels(
 
     Raises:
         TypeError, ValueError: an argument has a wrong type, shape or value, or documents are marked
-            twice. Values of ``cu_seqlens`` are read on a CPU only, where nothing waits for it.
+            twice. Values of ``cu_seqlens`` are checked on a CPU only, to avoid synchronisation.
     """
     check_labels(labels)
     if labels.dim() == 0:
@@ -182,7 +182,7 @@ def bad_label_message(
 
 
 def used_tokens(problem: Problem, V: int | None = None) -> tuple[Tensor, Tensor]:
-    """``(N,)`` bool: tokens with a label to predict and a weight other than 0; the former's number.
+    """``(N,)`` bool: valid tokens with a weight other than 0; ``()``: the number of valid tokens.
 
     A bad label raises on a CPU; elsewhere the number is a negative code (see `LossSum`) and the
     label's logit NaN, as with the Triton backend, and nothing waits for the device. ``V``: the

@@ -39,8 +39,8 @@ class Stats(NamedTuple):
 class Upstream(NamedTuple):
     """Factors that turn a token's probabilities into the gradient of its logits, (N,) each.
 
-    ``g = p * (alpha - beta * log p) + gamma * c``, but ``at_label`` at the label, if that is a row
-    of weight.
+    ``g = p * (alpha - beta * log p) + gamma * c``, except at the label, where it is ``at_label``
+    (if the label is a row of weight).
     """
 
     alpha: Tensor
@@ -49,8 +49,8 @@ class Upstream(NamedTuple):
     at_label: Tensor
     used: Tensor  # bool: tokens with a factor other than 0
     classes: Tensor | None = None  # (N, K) rows of weight, -1 for none
-    at_classes: Tensor | None = None  # (N, K) fp32 or fp64: more, by their products
-    top: Tensor | None = None  # (N,) the largest logit, if backward has not the same bits
+    at_classes: Tensor | None = None  # (N, K) fp32 or fp64: added to the gradient of raw products
+    top: Tensor | None = None  # (N,) the largest logit, if backward's may differ in the last bits
 
 
 class Slopes(NamedTuple):
@@ -66,9 +66,9 @@ class Slopes(NamedTuple):
 
 
 def folded(problem: Problem) -> Problem:
-    """Turn class weights into token weights where the loss is the label's ``nll`` alone.
+    """Turn class weights into token weights if the loss is the label's ``nll`` alone.
 
-    A token of weight 0 is then left out as a whole, even if its logits are not finite.
+    Tokens of weight 0 are then left out completely, even if their logits are not finite.
     """
     c = problem.class_weight
     if c is None or not problem.of_nll_alone():
@@ -154,7 +154,7 @@ def expected_upstream(problem: Problem, n_valid: Tensor) -> Tensor:
 #
 # A gradient is rounded to the inputs' dtype once it is made, and again when backward multiplies it.
 # If the factor is known when the gradient is made, it is multiplied in before the first rounding,
-# and there is no second rounding. A wrong expectation costs a rounding and no more: backward
+# and there is no second rounding. A wrong expectation costs only the second rounding: backward
 # multiplies by the real factor over the expected one.
 
 Factor = Tensor | float | None

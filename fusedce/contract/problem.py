@@ -1,8 +1,8 @@
 """The records of a loss's inputs and options, from the public functions down to the kernels.
 
 Their fields, in order, are the arguments of the ``torch.library`` operators, which take a flattened
-:class:`Task`: a problem and what is wanted first, an operator's own records next, and at the end
-the fields of the two optional ones, which are None where there is none.
+:class:`Task`: first the fields of `Problem` and `Wanted`, then those of an operator's own records,
+and last those of the optional `Divergence` and `Shard`, all None if there is none.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ RANGES = {
     "temperature": (1e-30, _HUGE, "positive, at least 1e-30 and finite in float32"),
     "denominator": (0, _HUGE, "at least 0 and finite"),
 }
-"""Least and largest value of numeric arguments, in words too; of others it is `FINITE`."""
+"""Least and largest value of numeric arguments, and the words for messages; others: `FINITE`."""
 
 
 class Wanted(NamedTuple):
@@ -155,7 +155,7 @@ class Projection(NamedTuple):
 FORWARD, REVERSE, JSD = KINDS = ("forward", "reverse", "jsd")
 TARGETS = "targets"  # the cross-entropy of given probabilities, which have no teacher
 INFINITE = 1e15
-"""Nats of a token from which its divergence is infinite: see `NEVER`."""
+"""A token's divergence of so many nats or more is infinite, since it comes from a `NEVER`."""
 NEVER = 1e30
 """A logit of -inf counts as minus this: differences of two such logits are 0 and not NaN."""
 

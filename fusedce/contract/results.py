@@ -162,7 +162,7 @@ class MonitoredLossSum(LossSum):
 class ScaledLossSum(MonitoredLossSum):
     """A sum that was multiplied or divided by a number: a share of a loss.
 
-    Its class says so, not an attribute: a pytree or a wrapper rebuilds a named tuple of its class
+    A class marks it, not an attribute: pytrees and wrappers rebuild a named tuple from its class
     and its two fields.
     """
 
@@ -173,13 +173,13 @@ def _is_factor(x: object) -> bool:
 
 
 class TokenStats(NamedTuple):
-    """The result of :func:`fused_logprobs`, each of the shape of ``labels``.
+    """The result of :func:`fused_logprobs`: ``(...)`` each, but ``logprob`` as ``labels``.
 
     Attributes:
         logprob: log-probability of the label, nats, at most 0; fp32 (fp64 for fp64 inputs).
         entropy: of the distribution over the V classes, nats, at least 0; dtype of logprob.
         lse: log-sum-exp of the logits, nats; dtype of logprob.
-        argmax: int64, the likeliest class.
+        argmax: int64, the likeliest class; -1 at ignored positions.
     """
 
     logprob: Tensor

@@ -1,8 +1,8 @@
-"""The only patch of a model: a hook that lends its output head an input whose product is lazy.
+"""The forward pre-hook of an output head: it lends the head an input whose product is lazy.
 
 The head's own code runs, whatever it is: its casts, its dropout, an adapter of PEFT around it. Only
 ``F.linear`` with a weight of ``V`` rows, and ``x @ weight.T``, are not computed; they give lazy
-logits. A head that calls neither computes its logits as always.
+logits. A head that calls neither computes its logits as without fusedce.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def head_of(module: nn.Module) -> Head | None:
 
 
 class Hidden(Uncompiled):
-    """The input of a head, or what the head makes of it before the product."""
+    """The lent input of a head, or what the head computes from it before the product."""
 
     head: Head
     module: nn.Module

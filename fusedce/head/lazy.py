@@ -3,10 +3,10 @@
 Torch's autograd runs above it, unchanged: views, casts, writes, hooks and functions of users are
 differentiated by torch's own nodes. An operator that arrives *below* autograd is noted as an
 :class:`Expr` if it is a view or a row of :data:`fusedce.head.rules.RULES`; any other operator gets
-real logits, computed once. A write makes the logits real for good.
+real logits, computed once. After a write the logits stay real.
 
-The loss (:mod:`fusedce.head.loss`) does not differentiate this chain: it goes straight to the
-head's inputs, unless somebody watches the gradient of the logits.
+The loss (:mod:`fusedce.head.loss`) does not differentiate this chain: its gradient goes straight to
+the head's inputs, unless code asks for the gradient of the logits.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def facts_of(func: Any) -> Facts:
 
 
 class Uncompiled(torch.Tensor):
-    """A tensor subclass that has ``torch.compile`` run the frame that it begins to trace as is."""
+    """A tensor subclass that ``torch.compile`` cannot trace: it runs the frame uncompiled."""
 
     def __tensor_flatten__(self) -> Any:
         """Called by the compiler alone."""
@@ -88,7 +88,7 @@ class LazyLogits(Uncompiled):
     expr: Expr
     memory: Memory
     meta: Tensor
-    above: ClassVar[dict[Any, Any]] = {}  # functions that are taken over above autograd
+    above: ClassVar[dict[Any, Any]] = {}  # functions that are replaced above autograd
 
     @staticmethod
     def __new__(cls, expr: Expr, memory: Memory, meta: Tensor, device: torch.device) -> LazyLogits:
@@ -99,7 +99,7 @@ class LazyLogits(Uncompiled):
         return new
 
     def materialize(self, operation: str) -> Tensor:
-        """The real logits, without a graph, in the memory that all views of these share."""
+        """The real logits, without a graph, in the memory that all their views share."""
         with torch.no_grad(), NO_TORCH_FUNCTION():
             return self.expr.values(operation, self.memory)
 
@@ -178,7 +178,7 @@ def real(x: Any, operation: str) -> Any:
 
 
 def kept(arguments: Any) -> Any:
-    """Arguments of an expression: lazy logits noted, tensors copied before a later write."""
+    """Arguments to keep: expressions of lazy logits, and copies of tensors, which writes spare."""
 
     def copied(x: Any) -> Any:
         if isinstance(x, LazyLogits):
@@ -284,7 +284,7 @@ def _watched(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _hooked(func: Any, x: LazyLogits, *args: Any) -> Any:
-    """Note that code may hook the gradient: the loss then sends a passenger there."""
+    """Note that code may hook the gradient: the loss then sends a :class:`Passenger` there."""
     for product in x.expr.products:
         product.hooked = True
     x.grad_fn  # noqa: B018  # after a write, torch crashes if the hook makes a view build its node

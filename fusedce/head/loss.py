@@ -1,8 +1,8 @@
 """``F.cross_entropy`` of lazy logits: the fused loss of the head's inputs, and its gradient.
 
-A loss is fused if two witnesses agree on how the logits came about: the noted expression
-(:func:`_rows`), and the chain of autograd's nodes (:func:`_given`). Any other loss is torch's
-own, of real logits.
+A loss is fused if two records of how the logits were computed agree, the "two witnesses": the noted
+expression (:func:`rows_of`), and the chain of autograd's nodes (:func:`_given`). Any other loss is
+torch's own, of real logits.
 
 The gradient goes one of three ways (:class:`Route`): straight to the head's inputs; along the
 logits as a :class:`Passenger`, where hooks want to know when it comes; or along the logits as it
@@ -70,7 +70,7 @@ class MakeLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
-        """The gradients of the operands; a fused loss that nobody watches sends none this way.
+        """The gradients of the operands; a fused loss sends none this way unless code asks for it.
 
         Collectives: with real gradients of a sharded vocabulary, two all-gathers a parameter.
         """
@@ -104,7 +104,7 @@ def _own_rows(grad: Tensor, like: Tensor) -> Tensor:
     return found
 
 
-# Code, and not a node of autograd, calls an operator of a passenger.
+# Whether code, and not a node of autograd, calls an operator of a passenger.
 _reading: ContextVar[bool] = ContextVar("fusedce_reading", default=False)
 _CARRIES = frozenset((
     aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default,
@@ -175,9 +175,9 @@ class Route(torch.autograd.Function):
 
         Args:
             logits: the lazy logits; ``operands``: those of their products, in the graph.
-            always: a leaf that wants one, too.
+            always: a leaf whose node runs unless ``backward(inputs=...)`` names other tensors.
             fused: the fused loss of the leaves in ``given``, and what it has ``saved``.
-            native: gives the gradient of torch's own loss by real logits, times another.
+            native: computes an upstream gradient times that of torch's own loss by real logits.
         """
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
@@ -282,8 +282,8 @@ def _given(x: LazyLogits) -> tuple[Given, list[Tensor | None]] | None:
     if any(p.watched for p in products) or max(len(products), len(made)) > len(set(products)):
         return None  # a part of the same logits may be detached
     if functions:
-        # A user's function has no node of ours: it must hand on the gradient that it is given.
-        # Its backward gets a passenger, and reads it unless it hands that on, too.
+        # What a user's function does is unknown. Its backward gets a passenger: if it returns that
+        # unread, it changes nothing; if it reads it, the real gradient is computed.
         if number_of_steps(kinds) != number_of_steps(x.expr.names()):
             return None
         for product in products:

@@ -2,7 +2,7 @@
 
 Users read a :class:`HeadReport`; ``FUSEDCE_EXPLAIN=1`` prints each place that needs logits, once. A
 trainer's mixin and :func:`fusedce.model_loss` enter a :class:`LossObserver`, to count tokens
-themselves; :func:`note_items` tells losses by which number a model will divide them.
+themselves; :func:`note_items` records the number by which a model will divide its losses.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def model_loss(model: Any, batch: Mapping[str, Any]) -> LossSum:
 # ---- the number by which a model will divide its losses --------------------------------------
 # Models of transformers add their cross-entropies up and divide the sum by `num_items_in_batch`.
 # Knowing it beforehand saves a rounding (fusedce.contract.objective). The number of one forward
-# stays until the next. A loss of other code that meets it stays right, and has one rounding more:
+# stays until the next. A loss of other code that meets it stays right, with one rounding more:
 # backward multiplies by the real factor over the expected one.
 
 _items: ContextVar[Tensor | float | None] = ContextVar("fusedce_num_items_in_batch", default=None)

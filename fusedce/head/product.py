@@ -1,8 +1,8 @@
 """The operands of lazy logits: the head's product, and expressions of it.
 
 A head's own code calls ``F.linear(hidden, weight, bias)``. A :class:`Product` keeps the operands,
-so that a loss or a reader can use them later, and knows when they are no longer those of the call.
-An :class:`Expr` is an operator applied to it.
+so that the loss, or code that reads logits, can use them later, and notices if they were changed
+since. An :class:`Expr` is an operator applied to it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Product:
     def may_change_in(self, optimizer: Optimizer) -> bool:
         """Whether a step of this optimizer changes the operands, or may do so."""
         memory = {local_of(x).untyped_storage()._cdata for x in self.given}
-        ours = {id(p) for p in self.module.parameters()}  # FSDP2 trains others than it lends
+        ours = {id(p) for p in self.module.parameters()}  # FSDP2 steps shards, not whole weights
         return self.of_engine or any(
             id(p) in ours or local_of(p).untyped_storage()._cdata in memory
             for group in optimizer.param_groups
@@ -134,7 +134,7 @@ def _is_part(x: Tensor) -> bool:
 
 
 def _gathered(now: Any, before: Tensor, module: nn.Module, by_all_ranks: bool) -> Tensor:
-    """A parameter that is sharded now, as it was ``before``: whole, or the same rows of it."""
+    """A parameter that is sharded now, gathered to what it was ``before``: whole, or its rows."""
     if hasattr(now, "ds_id"):
         import deepspeed
 
@@ -166,14 +166,14 @@ register_optimizer_step_post_hook(_after_step)
 
 
 class Expr:
-    """How values are computed: a product, or an operator of other expressions. It never changes.
+    """How values are computed: a product, or an operator applied to expressions. Immutable.
 
     Attributes:
         product: the head's product; ``None`` for an operator.
         func, args, kwargs: the operator; the expressions among ``args`` stand for logits.
         after: the shape of the result.
-        products: those in this expression, as often as they are.
-        memory: where the values are kept while lazy logits live that are these, or views of them.
+        products: the products in this expression, with repetitions.
+        memory: where values are kept while lazy logits of this expression, or their views, exist.
     """
 
     memory: weakref.ref[Memory] | None = None
@@ -189,7 +189,7 @@ class Expr:
     def values(self, operation: str, written: Memory | None = None) -> Tensor:
         """The values, without a graph; ``operation`` needs them.
 
-        Those in ``written`` count also after a write; elsewhere a write does not count.
+        Values that were written into are used if they are in the memory ``written``, else not.
         """
         memory = None if self.memory is None else self.memory()
         if memory is not None and (memory is written or not memory.written):

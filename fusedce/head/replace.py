@@ -62,8 +62,8 @@ def replace_loss_head(
 
     Where tensor parallelism shards the rows of the head's weight (``tp_plan="auto"`` of
     transformers), the loss has the collectives of :func:`fusedce.sharded.sharded_ce`, and all ranks
-    of the mesh must look at logits together. A head that ``resize_token_embeddings``, an adapter of
-    PEFT or its removal has put in place is replaced at the next forward.
+    of the mesh must read logits together. If ``resize_token_embeddings``, or adding or removing an
+    adapter of PEFT, gives the model another head, that is replaced at the next forward.
     """
     memory_budget_of(memory_budget)
     _check_model(model)

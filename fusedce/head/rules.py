@@ -1,8 +1,8 @@
 """The operators between output head and loss that the fused loss can take into account.
 
 Each rule maps the operands from which the logits are computed (:class:`Rows`) to those after the
-operator; ``None`` where the fused loss lacks it. The loss is then computed from real logits. To
-add an operator, add a rule: its values and its derivative are torch's own.
+operator. It returns ``None`` if the fused loss cannot do that; then the loss is computed from real
+logits. To add an operator, add a rule: its values and its derivative are torch's own.
 """
 
 from __future__ import annotations
@@ -178,8 +178,7 @@ NODES = frozenset(
 )  # fmt: skip
 
 
-# Operators that change no values. A function between them that reads its gradient in another shape
-# cannot hand it on.
+# Operators that change no values, and are not counted by `number_of_steps`.
 _FREE = frozenset(("view", "unsafeview", "reshapealias", "squeeze", "unsqueeze", "alias", "clone",
                    "detach", "liftfresh"))  # fmt: skip
 

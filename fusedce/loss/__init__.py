@@ -1,4 +1,4 @@
-"""The public functions: signature, docstring, one call each."""
+"""The public functions: signature, docstring, and a call of the layer below."""
 
 from fusedce.contract.results import LossSum as LossSum
 from fusedce.contract.results import TokenStats as TokenStats

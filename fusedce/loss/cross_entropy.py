@@ -1,6 +1,6 @@
 """The drop-in for ``F.cross_entropy(F.linear(hidden, weight, bias), labels, ...)``.
 
-And the same for those who come from Liger-Kernel or cut-cross-entropy and change an import alone.
+Also with the names and the order of arguments of Liger-Kernel and cut-cross-entropy.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def fused_cross_entropy(
     the sum of ``class_weight[labels[i]]``, without class weights over the number of valid
     positions. ``token_weight`` does not enter that denominator.
 
-    Floating ``labels (..., V)`` are class probabilities: constant, of any sum, for every position.
-    "mean" divides by the number of positions then, and with
+    Floating ``labels (..., V)`` are class probabilities, which get no gradient and need not sum to
+    1. No position is ignored, "mean" divides by the number of positions, and with
     ``t = (1 - label_smoothing) * labels[i] + label_smoothing / V``::
 
         CE[i] = sum over v of class_weight[v] * t[v] * nll[i, v]
@@ -74,14 +74,14 @@ def fused_cross_entropy(
         torch.Size([])
 
     Args:
-        class_weight: ``(V,)``, numbers of any dtype, without gradient; over a sharded vocabulary
-            the weights of all ranks' classes, while class probabilities are of the rows here.
+        class_weight: ``(V,)``, numbers of any dtype, without gradient. With a sharded vocabulary:
+            those of all ranks' classes; but class probabilities are those of this rank's rows.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         hidden, weight, labels, ...: the others are those of :func:`fused_ce`.
 
     Returns:
-        float32 (float64 for float64 inputs), ``()`` or, with ``"none"``, the shape of ``labels``;
-        differentiable in ``hidden``, ``weight`` and ``bias``.
+        float32 (float64 for float64 inputs), ``()`` or, with ``"none"``, ``(...)``, the leading
+        shape of ``hidden``; differentiable in ``hidden``, ``weight`` and ``bias``.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`fused_ce`. With class probabilities also
@@ -91,8 +91,8 @@ def fused_cross_entropy(
     Note:
         Where torch differs: it returns the logits' dtype for bfloat16 and float16; with every label
         ignored its mean is NaN, and this one 0 with gradients of 0; and a weight of 0 times an
-        infinite loss is 0 here. Under class weights Liger-Kernel divides the z-loss by the number
-        of valid positions, here the loss that it is part of is divided as a whole.
+        infinite loss is 0 here. With class weights Liger-Kernel divides the z-loss by the number
+        of valid positions; here it is divided by the sum of weights, as the rest of the loss.
 
         "none" is exact under any upstream gradient: its backward computes the logits once more and
         leaves out tokens whose upstream gradient is 0. Class probabilities are computed by the
@@ -125,12 +125,12 @@ def _reduced(task: Task, reduction: str, counted: Problem) -> Tensor:
     """The sum of the losses, or their mean, divided by the labels and weights of ``counted``."""
     problem, dtype = task.problem, acc_dtype(task.problem.hidden.dtype)
     if reduction == "sum":
-        if torch.compiler.is_compiling() or expected() is None:  # else that factor is expected
+        if torch.compiler.is_compiling() or expected() is None:  # no other factor is expected
             one = problem.hidden.new_ones((), dtype=dtype)
             task = task.but(problem=problem.but(expected_upstream=one))
         return dispatch.loss_sum(task)[0].loss_sum
     weights, count = weights_and_count(counted)
-    # Weights of 0 alone are 0 / 0, as in torch; no valid label is not.
+    # If all weights are 0, the mean is 0 / 0, as in torch; without a valid label it is 0.
     denominator = torch.where(count > 0, weights, 1.0).to(dtype)
     task = task.but(problem=problem.but(expected_upstream=1 / denominator))
     return dispatch.loss_sum(task)[0].loss_sum / denominator
@@ -161,10 +161,10 @@ def _of_probabilities(problem: Problem, placed: Any, reduction: str) -> Tensor:
 
 
 class FusedLinearCrossEntropyLoss(nn.Module):
-    """A module for ``loss(weight, hidden, labels, bias)``, the order of Liger-Kernel's users.
+    """A module for ``loss(weight, hidden, labels, bias)``, Liger-Kernel's order of arguments.
 
-    The options are those of :func:`fusedce.fused_cross_entropy` and have its meanings; an option
-    or argument under a peer's name is an error that says what ours is called.
+    The options are those of :func:`fusedce.fused_cross_entropy`; an option or argument under
+    another library's name is an error that gives the name here.
 
     Examples:
         >>> loss = FusedLinearCrossEntropyLoss(ignore_index=0, label_smoothing=0.1)
@@ -178,7 +178,7 @@ class FusedLinearCrossEntropyLoss(nn.Module):
             ``class_weight (V,)`` becomes a buffer, which moves with the module and is not saved.
 
     Raises:
-        TypeError: an unknown option, which the message translates.
+        TypeError: an unknown option; the message gives the name here, if it is a known one.
     """
 
     class_weight: Tensor | None

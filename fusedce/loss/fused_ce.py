@@ -1,4 +1,4 @@
-"""The public loss and its contract: checks, then one call of the layer below."""
+"""The public loss ``fused_ce``: checks, then one call of the layer below."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def fused_ce(
 
     Args:
         hidden, weight, bias: ``(..., H)``, ``(V, H)``, ``(V,)``: float32, bfloat16, float16, or
-            float64 (torch backend). Of several dtypes the widest is computed in, under autocast
-            that of ``F.linear``; each gradient has the dtype of its own argument.
+            float64 (torch backend). If dtypes differ, all are cast to the widest, under autocast
+            to that of ``F.linear``; each gradient has the dtype of its own argument.
         labels: ``(...)`` class indices in ``[0, V)``, or ``ignore_index``.
         ignore_index: the label of positions that do not count; ``None``: all of them count.
         softcap: positive cap on the size of a logit, or ``None`` (Gemma 2, arXiv:2408.00118).
@@ -76,7 +76,7 @@ def fused_ce(
         memory_budget: bytes that the call may hold beside its inputs and their gradients, not
             together with ``chunk_tokens``. ``None``: the environment variable
             ``FUSEDCE_MEMORY_BUDGET``, else no limit.
-        backend: ``"triton"``, ``"torch"``, or ``None``: Triton for CUDA, ROCm and XPU tensors.
+        backend: ``"triton"``, ``"torch"``, or ``None``: Triton on a GPU if 16 divides H.
         process_group: the ranks among which the rows of ``weight`` are split, where it is a local
             shard; a ``DTensor`` with ``Shard(0)`` says so by itself. See :mod:`fusedce.sharded`.
         tokens_sharded: whether each of these ranks passes its own tokens.
@@ -137,7 +137,7 @@ def fused_ce(
         out = MonitoredLossSum.of(out, _sums(problem, monitor, values))
     if argmax_out is not None:
         (argmax,), own = tokens.own(values["argmax"]), local_of(argmax_out)
-        own.copy_(argmax.view(own.shape))  # now that labels, whose memory it may be, were read
+        own.copy_(argmax.view(own.shape))  # last, since it may be the memory of labels
     return out
 
 

@@ -65,17 +65,17 @@ def fused_kl(
 
     Args:
         teacher_hidden: ``(..., H)`` with the leading shape of ``hidden``; its H may be another, and
-            its dtype too (float64 exactly where the student's is).
+            its dtype too (but float64 if and only if the student's is float64).
         teacher_weight, teacher_bias: ``(V, H)`` and ``(V,)``, of the same classes.
         teacher_softcap, teacher_logit_scale: of the teacher's logits.
-        labels: ``(...)``, class indices or ``ignore_index``: say which positions count, and are the
-            targets of ``ce_weight``. ``None``: all positions count.
+        labels: ``(...)``, class indices or ``ignore_index``: which positions count, and the targets
+            of the cross-entropy of ``ce_weight``. ``None``: all positions count.
         divergence: "forward", "reverse" or "jsd".
-        beta: of "jsd", in [0, 1]: the teacher's share of the mixture. 0 is "forward", 1 "reverse",
-            as in TRL (arXiv:2306.13649).
+        beta: for "jsd", in [0, 1]: the teacher's share of the mixture ``m``. 0 gives "forward", 1
+            "reverse", as in TRL (arXiv:2306.13649).
         temperature: positive divisor of both heads' finished logits.
         ce_weight: finite weight of the cross-entropy beside the divergence, in the same pass.
-        hidden, weight, bias, ...: the student's, and the others, are those of :func:`fused_ce`.
+        hidden, weight, bias, ...: the student's; these and the others are as in :func:`fused_ce`.
             Both heads' rows are split alike among the ranks of ``process_group``.
 
     Returns:
@@ -83,12 +83,12 @@ def fused_kl(
         for float64 inputs), differentiable in ``hidden``, ``weight`` and ``bias``.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as :func:`fused_ce`. ``ValueError`` also for another
-            number of classes of the teacher, or ``ce_weight`` without labels; ``RuntimeError`` for
+        TypeError, ValueError, RuntimeError: as :func:`fused_ce`. ``ValueError`` also if the teacher
+            has another number of classes, or for ``ce_weight`` without labels; ``RuntimeError`` for
             a sharded vocabulary with ``backend="triton"``.
 
     Note:
-        The teacher is constant. The student's gradients are computed in the forward pass, chunk by
+        The teacher gets no gradient. The student's are computed in the forward pass, chunk by
         chunk: four products of the head's size, one of them the teacher's. Both heads' logits are
         held for one chunk, in float32.
 

@@ -94,8 +94,8 @@ def fused_logprobs(
 
     Args:
         labels: ``(...)`` or ``(..., K)``, as in :func:`fused_ce`.
-        temperature: positive divisor of the finished (scaled and capped) logits; one for all, or
-            a tensor ``(...)`` of floats without gradient, of each position its own.
+        temperature: positive divisor of the finished (scaled and capped) logits: one number for
+            all, or floats ``(...)`` without gradient, one per position.
         mean_logit: whether the mean of the logits over the classes is wanted, differentiable too.
         chunk_tokens: positions computed at a time in backward; ``None`` chooses.
         hidden, weight, bias, ...: the others are those of :func:`fused_ce`.
@@ -111,8 +111,8 @@ def fused_logprobs(
     Note:
         Each token has an upstream gradient of its own. Backward computes the logits once more, in
         tiles of the vocabulary, and leaves out tokens whose upstream gradients are all 0 (masked
-        prompts, clipped ratios). Neither ``1 - p`` nor the entropy cancels where one class has
-        nearly all the probability; of K classes that is said of the likeliest. Deterministic.
+        prompts, clipped ratios). The log-probability (of K classes: of the likeliest) and entropy
+        stay exact where one class has nearly all the probability. Deterministic.
     """
     problem = Problem(
         hidden, weight, labels, bias=bias, ignore_index=ignore_index, softcap=softcap,
@@ -162,8 +162,8 @@ def fused_argmax(
     Args: as in :func:`fused_ce`.
 
     Returns:
-        ``(...)`` int64: the likeliest class of every position (which of several equal ones is not
-        defined, and of logits with NaN neither).
+        ``(...)`` int64: the likeliest class of every position. Not defined: which one of several
+        with equal logits, and any if a logit is NaN.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`fused_ce`.

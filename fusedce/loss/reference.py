@@ -1,4 +1,4 @@
-"""The slow truth: the loss written as its definition, for reading and for tests."""
+"""Reference losses, written as their definitions with all logits, for reading and for tests."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def reference_ce(
     ``loss_sum = sum over valid i of token_weight_i * (CE_i + z_loss * logsumexp(z_i)**2)``, where
     ``CE_i`` is what ``F.cross_entropy`` calls by that name: ``-sum over v of t_v * log p_v`` with
     the smoothed and weighted target ``t = class_weight * ((1 - s) * onehot(labels_i) + s / V)``.
-    Labels ``(..., V)`` are class probabilities, in the place of ``onehot``; every position counts.
+    Floating labels ``(..., V)`` are class probabilities, used as ``onehot``; every position counts.
 
     Differentiable by autograd. Memory ``8 * N * V`` bytes: for tests and documentation only.
 
     Args: as in :func:`fusedce.fused_ce`, without its checks.
         dtype: of the product of ``hidden`` and ``weight``; what follows is in float32 or better.
-            The truth with float64; with the inputs' own dtype, what people write, and so how wrong
-            the loss may be.
+            float64 gives the reference. The inputs' own dtype gives what eager code computes, and
+            so the error that it makes.
 
     Returns:
         :class:`fusedce.LossSum` with ``loss_sum`` (nats) float64, float32 for a lesser ``dtype``,

@@ -85,10 +85,10 @@ def ready(
     Args:
         problem: as given to the public function.
         function: a constant of this module, from `SUM` to `DIVERGENCE`.
-        check: makes the checks of the public function's own arguments, given the checked problem of
-            this rank's tensors, and returns those of its settings that all ranks must share; as
-            ``monitor`` the names of the statistics and outputs that are asked for beside the loss.
-        temperature: a number, or of each token its own.
+        check: checks the public function's own arguments, given the checked problem of this rank's
+            tensors, and returns the settings that all ranks must share; under ``monitor`` the
+            names of the statistics and outputs that are asked for beside the loss.
+        temperature: a number, or one per token.
 
     Raises:
         TypeError, ValueError, RuntimeError: the same on all ranks that share the vocabulary.
@@ -170,8 +170,8 @@ def divergence_task(
 ) -> tuple[Task, Tokens]:
     """The task of a divergence, which the torch backend computes on a sharded vocabulary.
 
-    ``check`` makes the record beside the checked problem of this rank's tensors, and is told
-    whether these are a shard's.
+    ``check`` makes the record from the checked problem of this rank's tensors, and from whether
+    these are a shard's.
     """
     found: list[Divergence] = []
     sharded = is_sharded(problem.weight, placed[0])
@@ -200,7 +200,7 @@ def divergence_task(
 
 
 def no_labels(hidden: Any) -> Tensor:
-    """``(...)`` int64 zeros, placed as ``hidden (..., H)``; a wrong ``hidden`` as it is."""
+    """``(...)`` int64 zeros, placed as ``hidden (..., H)``; a wrong ``hidden`` is returned."""
     if not isinstance(hidden, Tensor) or hidden.is_nested:
         return hidden
     if is_dtensor(hidden):
@@ -332,7 +332,7 @@ def _meet(mine: Tensor, groups: list[dist.ProcessGroup]) -> list[Told]:
         if not words and group is not groups[-1] and len({x.numbers[_LABELS] for x in told}) > 1:
             words = (
                 "ValueError: weight is replicated over a dimension of its mesh over which the "
-                "labels differ: its gradient would claim to be the same there, and differ. Put the "
+                "labels differ, so its gradient would differ between these replicas. Put the "
                 'weight on the vocabulary\'s dimension alone (mesh["tp"]), and let DDP or FSDP '
                 "reduce over the other"
             )
@@ -357,7 +357,7 @@ def _layout_of(
             raise ValueError("process_group: torch.distributed must be initialised, it is not")
         return problem, tokens_sharded
     if process_group is not None:
-        raise ValueError("process_group is for a local shard; a DTensor weight knows its ranks")
+        raise ValueError("process_group must be None with a DTensor weight: its mesh is used")
     mesh, placements = weight.device_mesh, weight.placements
     split = [i for i, p in enumerate(placements) if not p.is_replicate()]
     if len(split) != 1 or not placements[split[0]].is_shard(0):
@@ -396,8 +396,8 @@ def _with(placement: str, placements: Sequence[object], at: int = 0) -> str:
 def _groups_of(weight: Any, process_group: Any) -> list[dist.ProcessGroup]:
     """The groups in which this rank takes part, as far as they are known before any check.
 
-    Over each dimension of the mesh on which the weight is replicated, the ranks that must hold the
-    same; last, those that share the vocabulary.
+    First one for each dimension of the mesh on which the weight is replicated, whose ranks must
+    hold the same labels; last the ranks that share the vocabulary.
     """
     if not is_dtensor(weight):
         group = Ranks(process_group).group()

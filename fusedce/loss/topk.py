@@ -21,7 +21,7 @@ from fusedce.contract.results import TopK
 from fusedce.loss.logprobs import fused_logprobs
 from fusedce.loss.sharded_problem import TOPK, no_labels, ready
 
-_WIDER = 4  # as many classes as a tile of the plan has
+_WIDER = 4  # times the classes of a tile of the plan
 
 
 @explains_names
@@ -58,7 +58,7 @@ def fused_topk(
 
     Returns:
         :class:`TopK`: ``logprob (..., k)`` float32 (float64 for float64 inputs) in descending
-        order, in nats, and ``index (..., k)`` int64. Of logits with NaN the classes are not
+        order, in nats, and ``index (..., k)`` int64. If a logit is NaN, the classes are not
         defined, and a log-probability is NaN.
 
     Raises:
@@ -175,9 +175,9 @@ def filtered_logprob(
 
     Samplers keep the ``top_k`` likeliest classes, then of these the fewest whose probabilities,
     renormalised, reach ``top_p`` (the order of vLLM and transformers). The result is ``logprob``
-    less the logarithm of the probability that is kept. A sampled class that is not among them
-    (another rounding in the sampler) counts as kept, too. Differentiable in both
-    log-probabilities; the choice has no gradient.
+    minus the logarithm of the probability that is kept. A sampled class that is not among them
+    (the sampler rounded otherwise) counts as kept, too. Differentiable in ``logprob`` and
+    ``top.logprob``; the choice of classes has no gradient.
 
     Examples:
         >>> top = TopK(torch.tensor([[0.4, 0.2, 0.1]]).log(), torch.tensor([[7, 2, 5]]))
@@ -186,8 +186,8 @@ def filtered_logprob(
 
     Args:
         top: of :func:`fusedce.fused_topk`, at the temperature of sampling, ``K >= top_k``.
-        top_k: ``None``: the sampler has no such limit. Then the ``K`` classes must hold ``top_p``
-            of the probability; a token where they do not is NaN.
+        top_k: ``None``: the sampler has no such limit. Then the ``K`` classes must have at least
+            ``top_p`` of the probability; a token where they have less gives NaN.
         top_p: in (0, 1].
         ignore_index: positions with this label are 0.
 

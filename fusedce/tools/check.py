@@ -52,7 +52,7 @@ def check(
     else:
         config = config_of(model)
         kind = class_of(model, config)
-        # A class has its own default values; scales and caps show a wrong loss.
+        # Without a user's configuration, set scales and caps that make a wrong loss visible.
         module = build(kind, config, steps=model in (kind.__name__, config.model_type))
     return _compare(_with_lora(module) if peft else module, dtype, compiled)
 
@@ -278,7 +278,7 @@ def small_config(
 
 
 def build(model_class: type[nn.Module], config: PretrainedConfig, *, steps: bool) -> nn.Module:
-    """A small model, in float32, from seed 0, with logits that are not nearly flat; it runs.
+    """A small model that runs, in float32, from seed 0; its logits are not nearly equal.
 
     Raises:
         UserError: no attempt can be built and run.

@@ -1,7 +1,7 @@
 """`fusedce plan`: memory of a model's loss, by eager, compiled and fused code.
 
-Memory is counted beyond the model, the hidden states and their gradients. Ours is that of the
-backend's own plan; that of the others follows from the logits they hold. Only the look-up of a
+Memory is counted beyond the model, the hidden states and their gradients. That of fused_ce is the
+backend's own plan; that of the others follows from the logits they hold. Only looking up a model
 class needs torch.
 """
 
@@ -54,7 +54,7 @@ def plan(
         "logits_bytes": logits,  # of one copy
         "chunk_tokens": ours.tokens,  # of a chunk of fused_ce
         "least_budget": least_bytes(asked),
-        # the least with which no step is slower than without a budget
+        # the least budget with which a step is as fast as without one
         "recommended_budget": ours.bytes,
         # bytes beyond weights, hidden states and their gradients, by purpose
         "methods": {

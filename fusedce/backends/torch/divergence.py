@@ -7,8 +7,8 @@ three for the student. Products are of large tiles; the passes between them go o
 which stay in a core's own cache while they are read a dozen times.
 
 With ``h = (log q - log p) / 2`` (p of the teacher, q of the student) and ``t = tanh(h)``, the
-difference ``q - p`` is ``(p + q) * t``, which does not cancel. To each class's part of a divergence
-what sums to 0 over all classes is added::
+difference ``q - p`` is ``(p + q) * t``, which does not cancel. Each class's part of a divergence
+gets an additional term; over all classes these terms sum to 0::
 
     forward   p log(p/q) - p + q = (p + q) * (h * (t - 1) + t)     gradient   q - p
     reverse   q log(q/p) - q + p = (p + q) * (h * (t + 1) - t)                q (2 h - KL)
@@ -65,7 +65,7 @@ from fusedce.contract.problem import (
 
 
 def divergence_and_grads(task: Task) -> Summed:
-    """Each token's loss, and the wanted gradients of their sum; holds each head's logits.
+    """Each token's loss, and the wanted gradients of their sum; holds a chunk of both logits.
 
     With a sharded vocabulary each rank walks over its classes.
     """
@@ -238,7 +238,7 @@ class _ToTeacher(_Compared):
     def _impossible(self, s: Tensor, t: Tensor, lse: Tensor, lse_t: Tensor) -> Tensor:
         """``(C,)``: inf where a bias of -inf excludes a class that the other head allows, else 0.
 
-        The walk takes -inf for a large number, times which a small probability would be finite.
+        The walk replaces -inf by a large number; a small probability times that would be finite.
         """
         head, (other, z, norm) = self.student, (self.teacher, t, lse_t)
         if self.divergence.kind == REVERSE:

@@ -12,13 +12,13 @@ from fusedce.backends.plan import ROW_MULTIPLE, Way
 from fusedce.backends.torch.products import Products
 from fusedce.contract.problem import Projection
 
-# Nats. Exponentials of so much and factors that undo them are far from the ends of float32, also
-# times gradients and weights of tokens of 1e-20.
+# Largest sum of exponentials that is accepted. It and its inverse are far from the ends of
+# float32's range, even times gradients and token weights of 1e-20.
 HIGHEST = math.exp(40)
-NEAR = 15  # nats: logits of that size have exponentials near 1, as far as a float32 goes
-SAMPLE = 64  # classes of whose logits the first reference is the largest
-Rows = slice | Tensor  # of a matrix; as a slice where they stand side by side
-_ELEMENTS, _LEAST = 2**19, 256  # of a tile where its products take no longer than a pass over it
+NEAR = 15  # nats: logits up to this size need no reference, float32 holds their exponentials
+SAMPLE = 64  # classes that are tried for the first reference, the largest of their logits
+Rows = slice | Tensor  # rows of a matrix: a slice if they are contiguous, else their indices
+_ELEMENTS, _LEAST = 2**19, 256  # elements of a tile, and least classes, with fast bf16 products
 
 
 def chunks_of(rows: Tensor, size: int) -> tuple[Tensor, ...]:
@@ -49,7 +49,7 @@ def tiles(V: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def label_entry(y: Tensor, begin: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Rows of a tile ``(rows, C)`` where labels ``y (K, C)`` stand, all in range; and whether."""
+    """Rows of labels ``y (K, C)`` in a tile ``(rows, C)``, clamped; and whether they lie in it."""
     local = y - begin
     return local.clamp(0, rows - 1), (local >= 0) & (local < rows)
 
@@ -60,7 +60,7 @@ def write_labels(
     begin: int,
     value: Tensor | float,  # (C,), or of all
 ) -> tuple[Tensor, Tensor]:
-    """Write ``value`` where labels stand in a tile; what stood there, and whether they do."""
+    """Write ``value`` at labels in a tile; return what was there, and whether they lie in it."""
     at, inside = label_entry(y[None], begin, len(tile))
     found = tile.gather(0, at)
     tile.scatter_(0, at, torch.where(inside, value, found))
@@ -80,7 +80,7 @@ class Logits:
         return hidden.to(self.products.logits)
 
     def tile(self, h: Tensor, begin: int, end: int, out: Tensor | None = None) -> Tensor:
-        """``(v, C)`` logits of classes ``begin`` to ``end``, in ``out`` or until the next tile."""
+        """``(v, C)`` logits of classes ``begin:end``; without ``out``, until the next tile."""
         w = self.rows(begin, end, self.products.logits)
         return self.head.finished(self._product(w, h, out), slice(begin, end))
 
@@ -91,12 +91,12 @@ class Logits:
         return min(way.classes, max(_ELEMENTS // max(way.tokens, 1), _LEAST))
 
     def of_classes(self, h: Tensor, classes: Tensor) -> Tensor:
-        """``(K, C)`` logits of ``classes (K,)``, until the next tile."""
+        """``(K, C)`` logits of ``classes (K,)``; the next tile overwrites them."""
         w = self.head.weight[classes].to(self.products.logits)
         return self.head.finished(self._product(w, h, None), classes[:, None])
 
     def rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
-        """``(v, H)`` rows of the weight; widened ones stay until others are asked for."""
+        """``(v, H)`` rows of the weight; a widened copy is valid until other rows are asked for."""
         w = self.head.weight[begin:end]
         if w.dtype == dtype:
             return w
@@ -129,7 +129,7 @@ class Sums:
         self.sums: list[Tensor] = []
 
     def add(self, z: Tensor, k: Tensor, out: Tensor) -> bool:
-        """Write ``exp(z - k)`` of a tile ``z (v, C)`` to ``out``; whether no sum is too large."""
+        """Write ``exp(z - k)`` of a tile ``z (v, C)`` to ``out``; False if a sum is too large."""
         sums = torch.exp(torch.sub(z, k, out=out) if k.any() else z, out=out).sum(0)
         self.references.append(k)
         self.sums.append(sums)
@@ -147,9 +147,9 @@ class Sums:
 class TileStats:
     """Statistics gathered tile by tile: the labels' logits, and the log-sum-exp of the others.
 
-    Exponentials are ``exp(z - k)``, with a reference ``k (C,)`` of all tiles where one is given
-    (see :func:`references`), and with the maxima of each tile where not, as the entropy needs.
-    That is ``log S + T / S`` with ``S = sum exp(z - top)`` and ``T = sum exp(z - top) * (top -
+    Exponentials are ``exp(z - k)``, with a reference ``k (C,)`` for all tiles if one is given (see
+    :func:`references`), else with the maxima of each tile, as the entropy needs. The entropy
+    is ``log S + T / S`` with ``S = sum exp(z - top)`` and ``T = sum exp(z - top) * (top -
     z)``, two terms that are never negative. ``S = 1 + R``, where ``R`` leaves the largest logit
     out; with ``log1p(R)`` nothing cancels where one class has nearly all the probability.
     """
@@ -236,7 +236,7 @@ class TileStats:
 
 
 def maxima(z: Tensor) -> Tensor:
-    """``(C,)``: the largest of each column of ``z (v, C)``; a number where all are -inf."""
+    """``(C,)``: the largest of each column of ``z (v, C)``; a finite number if all are -inf."""
     return z.amax(0).clamp_(min=torch.finfo(z.dtype).min)
 
 

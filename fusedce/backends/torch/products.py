@@ -1,9 +1,9 @@
 """Matrix products: how this CPU multiplies inputs of a dtype.
 
 A loss needs products of bfloat16 matrices with float32 results, which no operator of torch has on a
-CPU. Two libraries that torch carries have them. MKL's ``gemm_bf16bf16f32`` takes about as long as a
-bfloat16 product with AMX; without, longer than a float32 one. oneDNN's ``brgemm`` does with AMD's
-AVX-512 instructions; Intel's without AMX are slower than float32's. Both read bfloat16, add in
+CPU. Two libraries inside torch have them. With AMX, MKL's ``gemm_bf16bf16f32`` takes about as long
+as a bfloat16 product; without, longer than a float32 one. oneDNN's ``brgemm`` is as fast with AMD's
+AVX-512 instructions; on Intel without AMX it is slower than float32. Both read bfloat16, add in
 float32 and change no setting of the process.
 
 =====================  ===============================  ===============================
@@ -17,9 +17,9 @@ fp16                   widened (CUDA: as bf16)          widened to float32
 fp32, fp64             as they are                      as they are
 =====================  ===============================  ===============================
 
-Products of bfloat16 have float32 results: one that is rounded before the labels' rows are taken
-away from it leaves the rounding error of a larger number. Only a weight's gradient that waits in
-bfloat16 (see ``waiting``) is written in it, but for the labels' rows.
+Products of bfloat16 have float32 results: if one were rounded before the labels' rows are
+subtracted, the error would be that of a larger number. Only a weight's gradient that waits in
+bfloat16 (see ``waiting``) is written in it, except for the labels' rows.
 
 On a CPU, products of widened operands have full precision (float64 under "medium") whatever
 ``torch.set_float32_matmul_precision`` says: the user's float32 inputs follow it, as in
@@ -137,8 +137,8 @@ class Bf16(NamedTuple):
 def bf16_gemm() -> Bf16 | None:
     """The product of bf16 with float32 results that is fast on this CPU; ``None``: none is.
 
-    Asked of what does not change from run to run, not of a clock: a busy machine must not choose
-    other bits.
+    Chosen by what does not change from run to run, not by timing: a busy machine must not change
+    the bits.
     """
     if _amx_for_mkl():
         return _checked(MKL)
@@ -164,7 +164,7 @@ def _checked(gemm: Bf16) -> Bf16 | None:
 
 
 def cpu_has(name: str) -> bool:
-    """Whether this CPU has what a function of ``torch.cpu`` asks for."""
+    """Whether ``torch.cpu`` has this probe, and it is true on this CPU."""
     probe = getattr(torch.cpu, name, None)
     return probe is not None and bool(probe())
 
@@ -239,9 +239,9 @@ def _by_rows(x: Tensor) -> tuple[bytes, Tensor, int]:
 
 
 def onednn_usable() -> bool:
-    """Whether oneDNN multiplies bfloat16 by fast instructions of this CPU, and it is not AMX.
+    """Whether oneDNN has fast bfloat16 instructions on this CPU, other than AMX.
 
-    Asked before every product: the kernel ends the process where oneDNN is switched off.
+    Asked before every product: the kernel aborts the process if oneDNN is switched off.
     """
     return bool(torch.backends.mkldnn.enabled) and _allowed() and library() is not None
 

@@ -1,10 +1,10 @@
 """The torch backend, token by token: statistics of the logits, and their gradients.
 
-The gradients arrive with upstream factors of each token's own, known only after the log-sum-exp.
-So the logits are computed a second time, with the log-sum-exp known, by *tiles of the vocabulary*:
-a tile of logits becomes its own gradient in place, and one product of it with the hidden states is
-all there is of these rows of the weight gradient, which are rounded once. Parts of ``d_hidden`` are
-added up in float32 or better. Inside a tile, work goes by blocks of tokens.
+Each token has an upstream factor of its own, known only in backward. So the logits are computed a
+second time, with the log-sum-exp known, by *tiles of the vocabulary*: a tile of logits becomes its
+own gradient in place, and one product of it with the hidden states gives these rows of the weight
+gradient, complete and rounded once. Parts of ``d_hidden`` are added up in float32 or better. Inside
+a tile, work goes by blocks of tokens.
 
 The label's entry, far larger than the others, leaves its tile before that is rounded to bfloat16:
 what it adds to both gradients is added in float32.
@@ -141,7 +141,7 @@ class _Block(NamedTuple):
     """A block of tokens: where they are, and the factors of their gradient, (R,) each."""
 
     rows: Rows
-    y: Tensor  # labels; those of no row have no entry
+    y: Tensor  # labels; one that is no row of weight has no entry
     lse: Tensor
     by: Upstream  # of these tokens, in the dtype of logits; of further classes (K, R)
     temperature: Tensor | None

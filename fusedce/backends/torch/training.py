@@ -31,7 +31,7 @@ from fusedce.contract.labels import used_tokens
 from fusedce.contract.objective import expected_upstream, slopes, token_losses
 from fusedce.contract.problem import Problem, Projection, Task, Wanted
 
-_ROWS = 2**18  # elements of a product of some rows, and of its operand, at a time
+_ROWS = 2**18  # elements of the labels' rows that are computed again at a time
 _WIDENED = 2**22  # elements of the head's rows whose copy in float32 lies beside a tile
 
 
@@ -96,7 +96,7 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
         total += token_losses(of_chunk, y, nll, lse).sum()
         by = slopes(of_chunk, y, lse)
         outer = problem.logit_scale * factor
-        # By the label's scaled product: `p - 1` where the others have `p`.
+        # Gradient of the label's raw product: `p - 1` where the other classes have `p`.
         at_label = outer * (by.nll * torch.expm1(-nll) + by.lse * torch.exp(-nll))
         slope = head.slope(stats.z_label.double())
         at_label = (at_label if slope is None else at_label * slope).to(acc)  # (C,)
@@ -168,8 +168,8 @@ def _add_labels(
 ) -> None:
     """``weight[y] += rows``, rounded once.
 
-    A weight gradient of two bytes holds a product that was rounded, and nearly all of a row may
-    cancel. There the product's rows of these classes are computed anew, a few at a time.
+    A weight gradient of two bytes holds a rounded product, which ``rows`` may cancel almost
+    completely. So the product's rows of these classes are computed again, a few at a time.
     """
     if weight.dtype == rows.dtype:
         add_rows(weight, y, rows)

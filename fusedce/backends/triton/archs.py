@@ -1,13 +1,12 @@
 """Block sizes of the kernels: frozen data, one row an architecture, no tuning at run time.
 
 To add an architecture, add a row to :data:`ARCHITECTURES`: `bench/compiler_report.py` and the tests
-compile every kernel for every row, and find launches that spill. What a device runs with depends on
+compile every kernel for every row, and find launches that spill. The sizes of a launch depend on
 the device, the dtype, the options and the alignment of the weight, never on N: a row's loss must
-have the same bits in every batch. Chosen from what the compiler makes of them, not yet measured:
-see `bench/LOG.md`.
-``bench/loss.py --suite ways blocks`` measures them on a device. Not ``triton.autotune``: it chooses
-anew in every process, by timing, inside the first call that a user makes, and its choice would
-change the last bits of a loss from run to run.
+have the same bits in every batch. The sizes were chosen from the compiler's registers and spills,
+not yet measured (`bench/LOG.md`); ``bench/loss.py --suite ways blocks`` measures them on a device.
+``triton.autotune`` is not used: it chooses anew in every process, by timing, inside the first call
+of a user, and its choice would change the last bits of a loss from run to run.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ _BLACKWELL_TWO = _HOPPER_TWO._replace(
 )
 # With 8 warps, sm_100's compiler spills 80 to 112 bytes of a thread's products.
 _BLACKWELL_FOUR = _same(Blocks(128, 64, 32, 16, 3))
-# Shared memory of about 100 kB (consumer cards) or 64 kB (AMD), and whatever else comes.
+# Shared memory of about 100 kB (consumer cards) or 64 kB (AMD), and devices without a row.
 _OTHER_TWO = _same(_SMALL)._replace(gemm=_SMALL, gemm_with_options=_SMALL)
 _OTHER_FOUR = _same(_SMALL_FP32)
 # Cards with 99 KiB and 64 Ki registers: 48 KiB of buffers, wide tiles where the epilogue is short.

@@ -55,7 +55,7 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
             return Summed(losses, packed.n_valid, factor, *grads.written())
         V, y, w = len(problem.weight), problem.labels, problem.token_weight
         weights = torch.ones_like(y, dtype=torch.float32) if w is None else w.float()
-        # A token whose label is bad counts.
+        # A token with a bad label must be computed, so that its NaN is reported.
         weights = weights.masked_fill(problem.valid() & ((y < 0) | (y >= V)), 1)
         rows = packed.rows[:n].long()
         left_out = None

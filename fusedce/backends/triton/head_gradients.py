@@ -1,8 +1,8 @@
-"""A head as its gradients need it: products, and the entries that are not in them.
+"""Host side of the gradients of a head: finish products, and add the labels' entries to them.
 
-:mod:`fusedce.kernels.input_grads` adds those entries to the product. In a buffer of two bytes (that
-of a single chunk and a large head) the product is rounded before. That shows where hidden states
-share a mean, so that a row is a small difference of the two: up to 2.3 roundings.
+:mod:`fusedce.kernels.input_grads` adds the entries to the product. In a buffer of two bytes (with a
+single chunk) the product is rounded before that. If hidden states share a mean, product and entries
+nearly cancel in a row, so its error is up to 2.3 roundings.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def add_to_bias(bias: Tensor, g: Tensor, factors: Tensor | None, alpha: float) -
 def add_entries(
     weight: Tensor | None,  # (V, H)
     bias: Tensor | None,  # (V,)
-    columns: Tensor,  # (K, C) int; out of range: none
+    columns: Tensor,  # (K, C) int; entries out of [0, V) are left out
     entries: Tensor,  # (K, C) fp32
     h: Tensor,  # (C, H)
     V: int,

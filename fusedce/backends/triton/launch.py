@@ -33,7 +33,7 @@ def walk(
 ) -> None:
     """Launch the walk over the vocabulary; arguments that are not given are None.
 
-    ``stride_split``: of what there is of each split; None: N.
+    ``stride_split``: between the splits of maxima, sums and the like; None: N.
     """
     hidden = of_whole_steps("hidden", problem.hidden, blocks.BLOCK_H)
     weight = of_whole_steps("weight", problem.weight, blocks.BLOCK_H)
@@ -84,7 +84,7 @@ def pointwise(head: Projection) -> dict[str, Any]:
 
 
 def has_options(problem: Problem) -> bool:
-    """Whether logits are more than products."""
+    """Whether a bias, scale or soft-cap follows the product."""
     return any(x is not None for x in pointwise(Projection.of(problem)).values())
 
 
@@ -101,7 +101,7 @@ def padded(x: Tensor) -> Tensor:
 def of_whole_steps(name: str, x: Tensor, step: int) -> Tensor:
     """``x (n, H)``, or a copy, so that rows are aligned and a multiple of ``step`` long.
 
-    What is added to a row is zeros. The main loop then needs no masks, and its loads are wide.
+    Rows are padded with zeros. The main loop then needs no masks, and its loads are wide.
     """
     more = -x.shape[1] % step
     if x.stride(1) == 1 and aligned(x) and not more:

@@ -21,7 +21,7 @@ def product(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
         return functools.partial(torch.mm, out_dtype=torch.float32)
     if device.type != "cpu":
         kind = str(dtype).removeprefix("torch.")
-        say_once(f"torch multiplies {kind} on {device} into no float32: it multiplies in float32")
+        say_once(f"torch has no {kind} product with float32 result on {device}: float32 is used")
     return lambda a, b, *, out: torch.mm(a.float(), b.float(), out=out)
 
 
@@ -29,8 +29,8 @@ def product(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
 def widens(operation: object, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether ``torch.mm`` or ``torch.addmm`` has an ``out_dtype`` there, and is right.
 
-    CUDA has it, ``addmm`` beside a float32 addend from torch 2.11 on. An earlier ``addmm`` took it
-    and gave something else (pytorch issue 154086), so a product of small whole numbers, which is
+    CUDA has it; ``addmm`` with a float32 addend from torch 2.11 on. An earlier ``addmm`` took it
+    and gave a wrong result (pytorch issue 154086), so a product of small whole numbers, which is
     exact, is compared.
     """
     if device.type != "cuda":
@@ -52,7 +52,7 @@ def widens(operation: object, device: torch.device, dtype: torch.dtype) -> bool:
 def scaled_by(h: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """``h (C, H)`` times ``factors (C,)`` in its dtype, and the factor left out of it: None for 1.
 
-    That is the largest one in float16, whose range is not that of the factors.
+    In float16 that is the largest one, since the factors may leave float16's range.
     """
     if factors is None:
         return h, None

@@ -1,8 +1,8 @@
-"""Gradients with factors of each token's own, by tiles of the vocabulary.
+"""Gradients with an upstream factor per token, by tiles of the vocabulary.
 
-The log-sum-exp is known, so a tile of logits becomes its own gradient by one kernel, and one
-product of it with the hidden states is the whole of these rows of the weight gradient: they are
-rounded once, and no sum over chunks is held. Addends of ``d_hidden`` are summed in float32.
+The log-sum-exp is known, so one kernel turns a tile of logits into its gradient, and one product of
+that with the hidden states gives these rows of the weight gradient, complete and rounded once: no
+sum over chunks is held. The tiles' parts of ``d_hidden`` are added up in float32.
 
 The label's entry of a token leaves the tiles and reaches the gradients in float32, as in training.
 """

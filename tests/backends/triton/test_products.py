@@ -79,7 +79,7 @@ def test_products_that_are_widened_are_said_to_be(monkeypatch):
     of_cublas.product(torch.device("cuda", 1), torch.bfloat16)
     of_cublas.product(torch.device("cpu"), torch.bfloat16)  # the interpreter's, for debugging
     of_cublas.product.cache_clear()
-    assert said == ["torch multiplies bfloat16 on cuda:1 into no float32: it multiplies in float32"]
+    assert said == ["torch has no bfloat16 product with float32 result on cuda:1: float32 is used"]
 
 
 class Used(SimpleNamespace):
