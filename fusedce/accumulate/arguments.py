@@ -80,7 +80,9 @@ def unpack(out: Any) -> MonitoredLossSum:
     )
 
 
-_SAME_VALUE = ("ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone")
+_SAME_VALUE = (
+    "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "Neg",
+)  # fmt: skip
 
 
 def divisor_of(loss: Tensor) -> Tensor | None:

@@ -66,6 +66,7 @@ class Guard:
         self._stale: dict[int, Tensor] = {}
         self._after: dict[int, _Grad] = {}
         self._backward = -1  # its id
+        self._roots: list[Any] = []  # nodes of the graph where it began, until it ends
         self._schedule: Any = None  # the pipeline's, whose loss_fn has given a loss
         self._found: list[tuple[int, Tensor]] = []  # kinds of faults; () bool: whether it is one
 
@@ -205,10 +206,18 @@ class Guard:
             self._stale = dict(zip(map(id, found), norms, strict=True))
         elif backward != self._backward:
             self._look(backward)
-        self._backward = backward
+        self._backward, self._roots = backward, [*self._roots, *roots]
+        for other in _open_guards():
+            streams = other._backward == backward and (self._streams or other._streams)
+            if other is self or not streams:
+                continue
+            if set(map(id, _leaves(roots))) & set(map(id, _leaves(other._roots))):
+                for guard in (self, other):
+                    guard._found.append((_exchange.WRITTEN, torch.tensor(True, device="cpu")))
 
     def after_backward(self) -> None:
         """Remember the gradients after a backward."""
+        self._roots = []
         mine = ((i, x) for i, x in self._grads().items() if self._before.get(i) != x)
         self._after = dict(mine if self._asked else islice(mine, _WATCHED))
 
@@ -219,16 +228,18 @@ class Guard:
         with zero, on their device. ``backward``: the one that begins; ``None`` at the window's end.
         """
         now, mine = self._grads(), [p for p in self._alive() if id(p) in self._after]
-        if all(now.get(id(p)) == self._after[id(p)] for p in mine):
+        changed = [p for p in mine if now.get(id(p)) != self._after[id(p)]]
+        if not changed:
             return
-        norms = norms_of([p for p in mine if p.grad is not None])
-        gone = torch.tensor(True, device="cpu")
-        if norms:
-            gone = (_exchange.together(norms) == 0).all()
-        self._found.append((_exchange.GONE, gone))
         # At the end gradients may be clipped, unscaled or added up over ranks. Beside declared
         # counts, another loss may add to them.
         others = (_next_backward() if backward is None else backward) != self._backward + 1
+        alone = backward is not None and not others  # an optimizer may have zeroed some of them
+        norms = norms_of([p for p in (changed if alone else mine) if p.grad is not None])
+        gone = torch.tensor(True, device="cpu")
+        if norms and not (alone and any(p.grad is None for p in changed)):
+            gone = (_exchange.together(norms) == 0).all()
+        self._found.append((_exchange.GONE, gone))
         written = self._asked and backward is not None and (self._streams or not others)
         # Stages of a pipeline on one rank have backwards of their own.
         if (written or (self._streams and others)) and self._schedule is None:
@@ -322,13 +333,17 @@ if hasattr(os, "register_at_fork"):  # the open windows belong to the parent pro
     os.register_at_fork(after_in_child=_OPEN.clear)
 
 
+def _open_guards() -> list[Guard]:
+    # Other threads open and close theirs meanwhile.
+    return [guard for ref in _OPEN.valuerefs() if (guard := ref()) is not None]
+
+
 @functools.cache
 def _watch_steps() -> None:
     """Tell the guards of open windows each optimizer's step, from now on."""
 
     def before_step(optimizer: Optimizer, *_: Any) -> None:
-        for ref in _OPEN.valuerefs():  # other threads open and close theirs meanwhile
-            if (guard := ref()) is not None:
-                guard.before_step(optimizer)
+        for guard in _open_guards():
+            guard.before_step(optimizer)
 
     register_optimizer_step_pre_hook(before_step)

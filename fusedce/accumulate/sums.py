@@ -82,6 +82,7 @@ class Metrics:
         mixed: reset the metrics in between.
         """
         one = unpack(out)
+        self._refuse_open_window("add evaluation to the metrics")
         if n_windows := self._n_windows:
             raise RuntimeError(
                 f"add: the metrics hold {n_windows} training windows since the last reset, and "
@@ -179,4 +180,5 @@ class Metrics:
         numbers = [float(state[name]) for name in KINDS]
         self._sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         self._n_windows = state["n_windows"]
+        self._evaluates = not self._n_windows and state["n_valid"] > 0
         self._trains = self._n_windows > 0

@@ -8,6 +8,7 @@ holds a part of it that cannot be removed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -201,10 +202,11 @@ class Window:
 
     def _means(self, counts: Tensor) -> Tensor | None:
         """The fault of a mean: each loss was divided by its own of ``counts (micro-batches,)``."""
-        divisors = [m.divisor for m in self.done if m.divisor is not None]
-        if len(divisors) < len(counts):
+        if all(m.divisor is None for m in self.done):
             return None
-        by = _exchange.together(x.double() for x in divisors).to(counts.device)
+        none = counts.new_full((), math.inf, dtype=torch.float64)
+        divisors = (none if m.divisor is None else m.divisor.double() for m in self.done)
+        by = torch.stack([_exchange.moved(x, counts.device) for x in divisors])
         several = counts > 1
         wrong = several & (((by == counts) | by.isnan()) | ~several).all()
         return _exchange.first(_exchange.MEAN, wrong, counts)

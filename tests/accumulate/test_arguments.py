@@ -105,6 +105,7 @@ MEANS = {
     "of torch": nll,
     "of losses": lambda *x: losses_of_tokens(*x).mean(),
     "viewed": lambda *x: nll(*x).double().view(1),
+    "negated": lambda *x: -(-losses_of_tokens(*x)).mean(),
 }
 
 
@@ -112,12 +113,14 @@ MEANS = {
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_mean_with_its_count_is_refused_where_the_graph_shows_it(name, streaming):
     """The numbers alone do not: 0.05 may be the sum of a model that has learnt its data."""
-    weight, acc, micro = new_weight(), LossAccumulator(), batches([3, 1, 5])
+    weight, acc, micro = new_weight(), LossAccumulator(), batches([3, 1, 0, 5])
     if not streaming:
-        block = acc.window([3, 1, 5])
+        block = acc.window([3, 1, 0, 5])
         block.__enter__()
     for hidden, labels in micro:
-        acc.backward((MEANS[name](hidden, weight, labels), (labels != -100).sum()))
+        n = (labels != -100).sum()
+        mean = MEANS[name](hidden, weight, labels) if n else 0 * weight.sum()
+        acc.backward((mean, n))
     with pytest.raises(ValueError, match="got a mean: the loss was divided by its 3 tokens"):
         acc.finish([weight]) if streaming else block.__exit__(None, None, None)
 

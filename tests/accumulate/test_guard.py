@@ -98,6 +98,10 @@ def zeroed(at, to_none):
     return mistake
 
 
+def zeroed_by_one_of_two_optimizers(acc, model, streaming):
+    step(acc, model, streaming, between=torch.optim.SGD(model[1].parameters()).zero_grad)
+
+
 def regularised(at):
     def mistake(acc, model, streaming):
         step(acc, model, streaming, **{at: lambda: regularise(model)})
@@ -123,6 +127,7 @@ MISTAKES = {
     "a loss before": (beside_streaming, r"which finish\(\) would rescale", True, False),
     "zeroed": (zeroed("between", False), ZEROED, True, True),
     "set to None": (zeroed("between", True), ZEROED, True, True),
+    "zeroed by one of two optimizers": (zeroed_by_one_of_two_optimizers, ZEROED, True, True),
     "zeroed at the end": (zeroed("last", False), ZEROED, True, True),
     "None at the end": (zeroed("last", True), r"zero_grad(\(\))? (was )?called", True, True),
     "body forgotten": (body_forgotten, r"parameters: 2 that have a \.grad were not", True, False),

@@ -76,12 +76,26 @@ def test_two_accumulators_over_the_same_gradients_are_refused(declared):
         a.finish([weight])
 
 
-def test_two_models_with_accumulators_of_their_own_are_right():
-    """Two models are trained in turns, like a generator and its discriminator."""
-    weights, accs = [new_weight(), new_weight()], [LossAccumulator(), LossAccumulator()]
+@pytest.mark.parametrize("declared", [False, True])
+def test_two_accumulators_in_one_backward_are_refused_where_one_streams(declared):
+    weight = torch.nn.Parameter(new_weight().detach())
+    a, b = LossAccumulator(), LossAccumulator()
+    with pytest.raises(RuntimeError, match=r"one of another accumulator.*Several fused losses"):
+        with b.window([9]) if declared else nullcontext():
+            (a.scale(a_loss(3, weight)) + b.scale(a_loss(9, weight))).backward()
+        a.finish([weight])
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_two_models_with_accumulators_of_their_own_are_right(together):
+    """Two models are trained in turns, like a generator and its discriminator, or at once."""
+    weights = [torch.nn.Parameter(new_weight().detach()) for _ in range(2)]
+    accs = [LossAccumulator(), LossAccumulator()]
     for sizes in ((3, 9), (1, 4)):
-        for weight, acc, n in zip(weights, accs, sizes, strict=True):
-            acc.backward(a_loss(n, weight))
+        found = zip(weights, accs, sizes, strict=True)
+        losses = [acc.scale(a_loss(n, weight)) for weight, acc, n in found]
+        for loss in [sum(losses)] if together else losses:
+            loss.backward()
     run_window(LossAccumulator(), new_weight(), batches([2]))
     for weight, acc in zip(weights, accs, strict=True):
         acc.finish([weight])

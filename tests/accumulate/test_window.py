@@ -127,9 +127,17 @@ def test_training_and_evaluation_are_not_mixed(run):
     training = acc.metrics(reset=True)
     acc.add(a_loss(2))
     evaluation = acc.metrics()
-    with pytest.raises(RuntimeError, match=r"batches that were added for evaluation"):
-        run(acc, weight, batches([3, 5]))
-    assert acc.metrics(reset=True) == evaluation
+    loaded = LossAccumulator()
+    loaded.load_state_dict(acc.state_dict())
+    for one in (acc, loaded):
+        with pytest.raises(RuntimeError, match=r"batches that were added for evaluation"):
+            run(one, weight, batches([3, 5]))
+    assert acc.metrics(reset=True) == loaded.metrics(reset=True) == evaluation
+    with acc.window([3]):
+        with pytest.raises(RuntimeError, match="cannot add evaluation to the metrics: 0 of 1"):
+            acc.add(a_loss(2))
+        acc.backward(a_loss(3, weight))
+    acc.metrics(reset=True)
     run(acc, weight, batches([3, 5]))
     assert training["n_tokens"] == acc.metrics()["n_tokens"] == 8
     assert evaluation["n_tokens"] == 2
