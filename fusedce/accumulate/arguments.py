@@ -80,9 +80,7 @@ def unpack(out: Any) -> MonitoredLossSum:
     )
 
 
-_SAME_VALUE = (
-    "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "Neg",
-)  # fmt: skip
+_SAME = ["ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "Neg"]
 
 
 def divisor_of(loss: Tensor) -> Tensor | None:
@@ -93,7 +91,7 @@ def divisor_of(loss: Tensor) -> Tensor | None:
     compiled graph, a sum of losses): a number does not show whether it is a mean.
     """
     node: Any = loss.grad_fn
-    while node is not None and node.name().partition("Backward")[0] in _SAME_VALUE:
+    while node is not None and node.name().partition("Backward")[0] in _SAME:
         node = node.next_functions[0][0]
     kind = "" if node is None else node.name().partition("Backward")[0]
     if kind == "Div":

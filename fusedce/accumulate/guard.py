@@ -333,8 +333,7 @@ if hasattr(os, "register_at_fork"):  # the open windows belong to the parent pro
     os.register_at_fork(after_in_child=_OPEN.clear)
 
 
-def _open_guards() -> list[Guard]:
-    # Other threads open and close theirs meanwhile.
+def _open_guards() -> list[Guard]:  # (other threads open and close theirs meanwhile)
     return [guard for ref in _OPEN.valuerefs() if (guard := ref()) is not None]
 
 

@@ -8,7 +8,6 @@ holds a part of it that cannot be removed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -204,7 +203,7 @@ class Window:
         """The fault of a mean: each loss was divided by its own of ``counts (micro-batches,)``."""
         if all(m.divisor is None for m in self.done):
             return None
-        none = counts.new_full((), math.inf, dtype=torch.float64)
+        none = counts.new_full((), float("inf"), dtype=torch.float64)
         divisors = (none if m.divisor is None else m.divisor.double() for m in self.done)
         by = torch.stack([_exchange.moved(x, counts.device) for x in divisors])
         several = counts > 1

@@ -58,19 +58,15 @@ def with_what_is_left(problem: Problem, wanted: Wanted, shard: Shard | None) -> 
     if problem.memory_budget is None or not (several or shard):
         return problem
     n, triton = len(problem.labels), problem.backend == "triton"
-    if shard is None:
-        call = call_of(problem, wanted, n, triton=triton)
-    else:
+    call = call_of(problem, wanted, n, triton=triton)
+    if shard is not None:
         call = sharded_call(problem, shard, n)
-    fixed = call.fixed + (bytes_beside(problem, problem.labels.shape[1]) if several else 0)
+    fixed = call.fixed
+    if several:
+        in_range, upstream = 3 * 8, 2 * 4  # classes, their order, entries; logits, their gradient
+        fixed += problem.labels.numel() * (in_range + upstream) + _LEAST
     check_budget(problem, call._replace(fixed=fixed))
     return problem.but(memory_budget=problem.memory_budget - fixed)
-
-
-def bytes_beside(problem: Problem, K: int) -> int:
-    """Bytes that ``K`` classes a token hold beside the other statistics."""
-    in_range, upstream = 3 * 8, 2 * 4  # classes, their order, entries; logits and their gradient
-    return len(problem.hidden) * K * (in_range + upstream) + _LEAST
 
 
 def chosen_logits(problem: Problem, classes: Tensor) -> Tensor:

@@ -73,7 +73,10 @@ class HeadCounts:
 
     def made(self, operation: str, shape: tuple[int, ...], size: int) -> None:
         """Count logits of ``size`` bytes that ``operation`` needed."""
-        line = _users_line()
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+            frame = frame.f_back
+        line = f"{frame.f_code.co_filename}:{frame.f_lineno}"  # of the user's code
         place = self.places.get((operation, line), Place(operation, line, shape, size, 0))
         if not place.times:
             _explain(f"logits {shape}, {size / 2**20:.1f} MiB, for {operation} at {line}")
@@ -89,13 +92,6 @@ class HeadCounts:
 def _explain(text: str) -> None:
     if os.environ.get("FUSEDCE_EXPLAIN") == "1":
         print(f"fusedce: {text}", file=sys.stderr)
-
-
-def _users_line() -> str:
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class LossObserver:

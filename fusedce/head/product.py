@@ -76,10 +76,6 @@ class Product:
         merged = tuple(vars(self.module).get("merged_adapters", ()))  # PEFT writes weight.data
         return [merged, *(0 if x.is_inference() else x._version for x in self.given)]
 
-    def is_gone(self) -> bool:
-        """Whether the memory of an operand was freed: it is sharded now."""
-        return any(local_of(x).untyped_storage().size() == 0 for x in self.given if x.numel())
-
     def values(self, *, by_all_ranks: bool) -> list[Tensor]:
         """Hidden state, weight and bias as they were, without a graph.
 
@@ -91,8 +87,8 @@ class Product:
         """
         if self.stale or self._state() != self.before:
             raise RuntimeError(_CHANGED)
-        if not self.is_gone():
-            return self.given
+        if all(local_of(x).untyped_storage().size() for x in self.given if x.numel()):
+            return self.given  # none was freed, as FSDP2 and DeepSpeed do
         parameters = dict(self.module.named_parameters(recurse=False))
         return [self.given[0], *(
             _gathered(parameters.get(name), x, self.module, by_all_ranks)
