@@ -129,7 +129,7 @@ def scale_kernel(
     n,
     BLOCK: tl.constexpr,
 ):
-    """``x *= g``; nothing is written where ``g`` is 1.
+    """``x *= g``, where 0 stays 0; nothing is written where ``g`` is 1.
 
     A program takes one block after another, so that few programs have to read the factor.
     """
@@ -141,4 +141,5 @@ def scale_kernel(
         offs = start + tl.arange(0, BLOCK)
         mask = offs < n
         value = tl.load(x + offs, mask=mask, other=0.0).to(tl.float32)
-        tl.store(x + offs, (value * factor).to(x.dtype.element_ty), mask=mask)
+        scaled = tl.where(value == 0, 0.0, value * factor)  # (the factor may be inf)
+        tl.store(x + offs, scaled.to(x.dtype.element_ty), mask=mask)

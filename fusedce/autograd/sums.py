@@ -197,7 +197,8 @@ def _scaled(grad: Tensor, factor: Tensor, backend: str, *, ours: bool) -> Tensor
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
     batched = transformed() or torch._C._functorch.is_legacy_batchedtensor(factor)
     if not ours or type(grad) is not Tensor or keep or batched:
-        return (grad.to(factor.dtype) * factor).to(grad.dtype)
+        product = (grad.to(factor.dtype) * factor).to(grad.dtype)
+        return product.masked_fill(grad == 0, 0)  # of a factor of inf, without a valid token
     get_backend(backend).scale_(grad, factor)
     return grad
 

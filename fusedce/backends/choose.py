@@ -50,7 +50,7 @@ class Backend(Protocol):
         """``(N,)`` losses beside a teacher, or beside given probabilities; as above."""
 
     def scale_(self, x: Tensor, factor: Tensor) -> None:
-        """``x *= factor`` in place, ``factor`` a 0-d tensor; nothing is written where it is 1."""
+        """``x *= factor``, a 0-d tensor, in place; 0 stays 0, and nothing is written for 1."""
 
 
 def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -271,7 +271,8 @@ def _nodes(node: Any) -> Iterator[Any]:
 def _given(x: LazyLogits) -> tuple[Given, list[Tensor | None]] | None:
     """The operands behind ``x``, as leaves and in the graph.
 
-    ``None`` if the two witnesses disagree.
+    ``None`` if the two witnesses disagree, or if an operand requires a gradient now and did not
+    when the head ran, or the other way round.
     """
     products, nodes = x.expr.products, list(_nodes(x.grad_fn))
     made: list[Any] = [n for n in nodes if isinstance(n, MakeLogits._backward_cls)]
@@ -288,15 +289,17 @@ def _given(x: LazyLogits) -> tuple[Given, list[Tensor | None]] | None:
             return None
         for product in products:
             product.hooked = True
-    of_nodes = {node.product: node.given for node in made}
+    of_nodes = {n.product: n.given and (n.given, n.needs_input_grad[1:]) for n in made}
     if None in of_nodes.values() or not of_nodes.keys() <= set(products):
         return None  # backward has run already
     given: Given = {}
     live: list[Tensor | None] = []
     for product in products:
         values = product.values(by_all_ranks=True)
-        operands = of_nodes.get(product, (None, None, None))[: len(values)]
+        operands, needed = (x[: len(values)] for x in of_nodes.get(product, ((None,) * 3,) * 2))
         wants = [t is not None and t.requires_grad for t in operands]
+        if wants != list(map(bool, needed)):
+            return None
         given[product] = [v.detach().requires_grad_(w) for v, w in zip(values, wants, strict=True)]
         live += operands
     return given, live

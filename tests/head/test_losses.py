@@ -112,6 +112,24 @@ def test_autocast(dtype, no_logits):
     assert model[1].weight.grad.dtype == torch.float32
 
 
+@same
+def test_a_sum_of_nothing_over_0_tokens_trains_nothing(m, x, y):
+    """As transformers computes a step without labels: the loss is NaN, its gradients are 0."""
+    (rows(m(x), torch.full_like(y, -100), reduction="sum") / 0).backward()
+    return m[0].weight.grad.sum()
+
+
+@pytest.mark.parametrize("at_first", [True, False])
+@same
+def test_a_head_frozen_when_it_ran_or_when_the_loss_is_computed(m, x, y, at_first):
+    m[1].requires_grad_(not at_first)
+    z = m(x)
+    m[1].requires_grad_(at_first)
+    loss = ce(z, y)
+    m[1].requires_grad_(True)
+    return loss
+
+
 # ---- losses that are observed, and their denominator ------------------------------------------
 
 

@@ -13,14 +13,20 @@ _PART = 2**20  # elements whose float32 copy is held at a time
 def scale_(x: Tensor, factor: Tensor) -> None:
     """``x *= factor`` for a 0-d ``factor``, multiplied in float32 or better, then rounded once.
 
+    0 stays 0: without a valid token a user may divide by 0, and torch's gradients are 0 then.
+
     Torch converts a 0-d tensor to the dtype of ``x`` before the product: in bf16 that puts an
     error of up to 0.4% on every element, the same one on all.
     """
-    if factor.device.type == "cpu" and factor.item() == 1:
+    on_cpu = factor.device.type == "cpu"
+    if on_cpu and factor.item() == 1:
         return
+    zeros = None if on_cpu and factor.isfinite() else x == 0
     factor = factor.to(x.device)
     if x.element_size() >= 4:
         x.mul_(factor)
-        return
-    for part in x.view(-1).split(_PART) if x.is_contiguous() else (x,):
-        part.copy_(part.float().mul_(factor))
+    else:
+        for part in x.view(-1).split(_PART) if x.is_contiguous() else (x,):
+            part.copy_(part.float().mul_(factor))
+    if zeros is not None:
+        x.masked_fill_(zeros, 0)

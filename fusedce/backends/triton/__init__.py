@@ -39,7 +39,7 @@ def divergence_and_grads(task: Task) -> Summed:
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
-    """``x *= factor``; nothing is written where it is 1, which only the GPU needs to know."""
+    """``x *= factor``, 0 stays 0; nothing is written for 1, which only the GPU needs to know."""
     if x.numel():
         with on(x.device):
             # 8 programs of 8 warps fill a multiprocessor.
