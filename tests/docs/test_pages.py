@@ -106,14 +106,6 @@ def test_a_notebook_runs_and_prints_what_it_shows(path):
         assert same(printed.getvalue(), shown), (printed.getvalue(), shown)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_a_notebook_opens_in_a_hosted_service(path):
-    first = "".join(json.loads(path.read_text())["cells"][0]["source"])
-    where = path.relative_to(ROOT)
-    assert f"(https://colab.research.google.com/github/fusedce/fusedce/blob/main/{where})" in first
-    assert "%pip install 'fusedce" in first
-
-
 def same(a, b):
     """The same words, and numbers within a hundredth."""
     number = r"\d+(?:\.\d+)?(?:e[-+]\d+)?"
