@@ -28,6 +28,14 @@ if __name__ == "__main__":
 import triton
 from lib import compiled, launches, tables
 
+# Launches with rare options that may spill a little, by the architecture's row (LOG.md).
+_FP16_FORWARD = r"divergence_rows fp16 forward \S+ options"
+_ADA = r"stats (fp32 .*mean logit|\S+ terms smoothed)"
+MAY_SPILL = {
+    "sm_80": _FP16_FORWARD, "sm_90": _FP16_FORWARD, "sm_86": _ADA, "sm_89": _ADA,
+    "sm_120": r"stats fp32 .*(tokens|mean logit)",
+}  # fmt: skip
+
 
 def compile_all(archs: Sequence[str], match: str) -> list[dict[str, Any]]:
     """Return a row for each launch; print its name while it compiles."""
@@ -81,7 +89,7 @@ def faults(rows: Sequence[dict[str, Any]]) -> list[str]:
         name = f"{row['kernel']} {row['arch']}"
         if row.get("warnings"):
             found.append(f"{name}: ptxas warns of {' '.join(row['warnings'])}")
-        expected = compiled.TARGETS[row["arch"]].row.spills
+        expected = MAY_SPILL.get(compiled.TARGETS[row["arch"]].row.name)
         if row["spill_bytes"] and not (expected and re.match(expected, row["kernel"])):
             found.append(f"{name}: {row['spill_bytes']} bytes of spills")
     return found

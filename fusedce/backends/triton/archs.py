@@ -65,7 +65,6 @@ class Architecture(NamedTuple):
     token_warps: int = 4  # of the kernel that makes a tile's gradient token by token
     divergence_block_v: int = 1024  # two rows at once, and the divergence between them
     tile_elements: tuple[int, int] = plan.TILE_ELEMENTS  # float32 products at a time
-    spills: str = ""  # pattern of launches with rare options that may spill a little (bench/LOG.md)
 
     @property
     def compiler(self) -> tuple[str, int | str, int] | None:
@@ -166,10 +165,8 @@ _ADA = Architecture(
     _ADA_FOUR,
     shared_limit=99 * KiB,
     divergence_block_v=256,  # with 512, uneven jsd spills
-    spills=r"stats (fp32 .*mean logit|\S+ terms smoothed)",
     capabilities=((8, 6),),
 )
-_FP16_FORWARD = r"divergence_rows fp16 forward \S+ options"
 
 ARCHITECTURES = (
     Architecture(
@@ -178,7 +175,6 @@ ARCHITECTURES = (
         _FOUR_BYTES,
         shared_limit=163 * KiB,
         capabilities=((8, 0), (8, 7)),
-        spills=_FP16_FORWARD,
     ),
     Architecture(
         "sm_90",
@@ -186,7 +182,6 @@ ARCHITECTURES = (
         _FOUR_BYTES,
         shared_limit=227 * KiB,
         capabilities=((9, 0),),
-        spills=_FP16_FORWARD,
     ),
     Architecture(
         "sm_100",
@@ -201,7 +196,6 @@ ARCHITECTURES = (
         name="sm_120",
         two_bytes=_ADA_TWO._replace(gemm_up_to=EVERY_H),
         token_warps=8,  # with 4, float32 spills 8 bytes
-        spills=r"stats fp32 .*(tokens|mean logit)",
         capabilities=((12, 0), (12, 1)),
     ),
     Architecture(
