@@ -101,8 +101,7 @@ class Tokens(NamedTuple):
         """
         if self.group is None:
             return every
-        made: tuple[Tensor, ...] = _Own.apply(self, *every)
-        return made
+        return _Own.apply(self, *every)
 
     def place(self) -> slice:
         """The slice of this rank's own tokens among those of all ranks."""

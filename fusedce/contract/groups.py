@@ -160,8 +160,7 @@ def is_dtensor(x: object) -> bool:
 
 def local_of(x: Any) -> Tensor:
     """This rank's part of a DTensor, or the tensor itself."""
-    local: Tensor = x.to_local() if is_dtensor(x) else x
-    return local
+    return x.to_local() if is_dtensor(x) else x
 
 
 def gathered_like(now: Any, like: Any) -> Tensor:

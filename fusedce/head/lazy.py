@@ -145,8 +145,7 @@ class LazyLogits(Uncompiled):
 
     def __copy__(self) -> Tensor:
         self.expose("copy")  # it shares their memory
-        copied: Tensor = copy.copy(self._copied("copy"))
-        return copied
+        return copy.copy(self._copied("copy"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._copied("pickle").__reduce_ex__(protocol)

@@ -119,8 +119,7 @@ class Product:
 
 def whole(x: Any) -> Tensor:
     """All rows of an operand, gathered where each rank holds some."""
-    rows: Tensor = x.full_tensor() if is_vocabulary_shard(x) else x
-    return rows
+    return x.full_tensor() if is_vocabulary_shard(x) else x
 
 
 def _is_part(x: Tensor) -> bool:
@@ -197,8 +196,7 @@ class Expr:
         if self.product is not None:
             return self.product.logits(operation)
         of = lambda a: a.values(operation, written) if isinstance(a, Expr) else a  # noqa: E731
-        out: Tensor = self.func(*tree_map(of, self.args), **self.kwargs)
-        return out
+        return self.func(*tree_map(of, self.args), **self.kwargs)
 
     def names(self) -> list[str]:
         """The names of its operators."""
