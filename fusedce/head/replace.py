@@ -258,7 +258,7 @@ def _watch(model: nn.Module, memory_budget: int | None) -> None:
     owner: Any = next(
         (m for m in model.modules() if isinstance(getattr(m, "base_model", None), nn.Module)
          and callable(getattr(m, "get_output_embeddings", None))
-         and not hasattr(m, "peft_config")), None,
+         and not type(m).__module__.startswith("peft.")), None,
     )  # fmt: skip
     if owner is None:
         return

@@ -9,7 +9,7 @@ from support.tiny_trainer import V, llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fusedce import replace_loss_head
+from fusedce import head_report, replace_loss_head
 
 
 def batch():
@@ -79,7 +79,9 @@ def test_adapters_can_be_switched_and_merged(no_logits):
     assert float(model(**batch()).loss) == pytest.approx(with_adapter, rel=SAME_MODEL)
     model.unmerge_adapter()
     merged = model.merge_and_unload()
+    del model
     assert float(merged(**batch()).loss) == pytest.approx(with_adapter, rel=SAME_MODEL)
+    assert head_report(merged).active
 
 
 def test_an_adapter_switched_off_for_the_reference_policy():
