@@ -325,7 +325,8 @@ def _fused(
         options["vocab_size"] = p.classes.stop
     if weight is not None or reduction == "none":
         options |= {"class_weight": weight, "reduction": reduction}
-        return Fused(fused_cross_entropy(p.hidden, w, target, **options))
+        loss = fused_cross_entropy(p.hidden, w, target, **options)
+        return Fused(loss / (target != ignore_index).any() if reduction == "mean" else loss)
     denominator, monitor = (observer.denominator, observer.monitor) if observer else (None, ())
     factor = expected_factor() if reduction == "sum" else None
     if reduction == "mean":
@@ -343,7 +344,7 @@ def _fused(
         observer.observe(out, reduction)
     if reduction == "sum":
         return Fused(out.loss_sum, sums)
-    divisor = out.n_valid.clamp(min=1) if denominator is None else denominator
+    divisor = out.n_valid if denominator is None else denominator  # (torch's mean of none is NaN)
     return Fused(out.loss_sum / divisor, sums, divisor)
 
 

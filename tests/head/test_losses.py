@@ -119,6 +119,15 @@ def test_a_sum_of_nothing_over_0_tokens_trains_nothing(m, x, y):
     return m[0].weight.grad.sum()
 
 
+@pytest.mark.parametrize("weight", [None, torch.linspace(0, 1, V)])
+@same
+def test_the_mean_of_a_sequence_without_labels_is_nan(m, x, y, weight):
+    y[0] = -100
+    losses = [F.cross_entropy(z, labels, weight) for z, labels in zip(m(x), y, strict=True)]
+    assert losses[0].isnan()
+    return torch.stack(losses).nanmean()
+
+
 @pytest.mark.parametrize("at_first", [True, False])
 @same
 def test_a_head_frozen_when_it_ran_or_when_the_loss_is_computed(m, x, y, at_first):
