@@ -271,8 +271,7 @@ def _nodes(node: Any) -> Iterator[Any]:
 def _given(x: LazyLogits) -> tuple[Given, list[Tensor | None]] | None:
     """The operands behind ``x``, as leaves and in the graph.
 
-    ``None`` if the two witnesses disagree, or if an operand requires a gradient now and did not
-    when the head ran, or the other way round.
+    ``None`` if the two witnesses disagree, or an operand's ``requires_grad`` is another now.
     """
     products, nodes = x.expr.products, list(_nodes(x.grad_fn))
     made: list[Any] = [n for n in nodes if isinstance(n, MakeLogits._backward_cls)]
