@@ -38,8 +38,7 @@ def forward_terms(log_q: Tensor, log_p: Tensor) -> Tensor:
     all classes is ``KL(p || q)``, and near equality it does not cancel. A class with -inf for both
     gives 0.
     """
-    none = (log_p == -torch.inf) & (log_q == -torch.inf)
-    log_q, log_p = (x.clamp(min=-NEVER).masked_fill(none, -NEVER) for x in (log_q, log_p))
+    log_q, log_p = (x.clamp(min=-NEVER) for x in (log_q, log_p))
     half = (log_q - log_p) / 2
     tanh = half.tanh()
     return (log_p.exp() + log_q.exp()) * (half * (tanh - 1) + tanh)

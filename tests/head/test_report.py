@@ -29,6 +29,7 @@ def test_a_report_names_each_place_that_made_logits():
     assert "# this line" in Path(file).read_text().splitlines()[int(line) - 1]
     assert softmax.operation == "aten._softmax.default"
     assert "2 x aten.argmax.default" in str(report)
+    assert "3.0 MiB" in str(report._replace(places=(argmax._replace(bytes=3 * 2**20),)))
     restore_loss_head(model)
     assert not head_report(model).active
 
