@@ -69,7 +69,7 @@ def check(case, **how):
     condition = 1 + slope * (float(size.max()) if len(h) else 0.0)
     amplitude = 1 + 2 * options.get("z_loss", 0.0) * condition
     for x in case.weights().values():
-        amplitude *= max(1.0, *x.flatten().tolist())
+        amplitude *= max([1.0, *x.flatten().tolist()])
     of_token = 4 * eps * (condition + math.log(case.V)) * amplitude
     assert_within("loss", loss, of_eager[0], truth, of_token * max(len(h), 1), case)
     for x, y, e, size in zip(
