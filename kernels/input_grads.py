@@ -136,10 +136,12 @@ def scale_kernel(
     factor = tl.load(g).to(tl.float32)
     if factor == 1.0:
         return
+    # 0 times inf or NaN would be NaN. Two finite numbers make other values inf, or nearly so.
+    finite = factor - factor == 0
+    factor, again = tl.where(finite, factor, 3e38), tl.where(finite, 1.0, 3e38)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     for start in range(first, tl.cast(n, tl.int64), tl.num_programs(0).to(tl.int64) * BLOCK):
         offs = start + tl.arange(0, BLOCK)
         mask = offs < n
         value = tl.load(x + offs, mask=mask, other=0.0).to(tl.float32)
-        scaled = tl.where(value == 0, 0.0, value * factor)  # (the factor may be inf)
-        tl.store(x + offs, scaled.to(x.dtype.element_ty), mask=mask)
+        tl.store(x + offs, (value * factor * again).to(x.dtype.element_ty), mask=mask)

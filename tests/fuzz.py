@@ -11,14 +11,12 @@ status 1.
 
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-GRACE = 60  # seconds that an interrupted round has to end
 
 
 def command_of(seed: int, arguments: list[str]) -> list[str]:
@@ -34,12 +32,8 @@ def one_round(seed: int, seconds: float, arguments: list[str]) -> int | None:
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.terminate()
+        process.wait()
         return None
 
 

@@ -43,7 +43,6 @@ def test_eager_logits_are_seen():
     assert 64 <= mib("support.memory:eager_forward") < 72  # BLAS packs operands beside them
 
 
-@pytest.mark.slow
 def test_a_call_that_fails_says_how():
     with pytest.raises(RuntimeError, match="no_such_function"):
         peak_extra_bytes("support.memory:no_such_function")

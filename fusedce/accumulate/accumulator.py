@@ -20,7 +20,7 @@ from torch import Tensor
 from fusedce.accumulate.arguments import OnEmpty, as_counts, check_module, describe, unpack
 from fusedce.accumulate.engines import Engine, from_accelerator, from_mesh
 from fusedce.accumulate.exchange import CLOSE, FINISH, WINDOW, Exchange, together
-from fusedce.accumulate.gradients import STREAMED, drop_gradients, scale_gradients, trained_of
+from fusedce.accumulate.gradients import STREAMED, drop_gradients, given_to_finish, scale_gradients
 from fusedce.accumulate.guard import Guard
 from fusedce.accumulate.sums import Loss, Metrics
 from fusedce.accumulate.window import Window, WindowBlock
@@ -250,6 +250,8 @@ class LossAccumulator(Metrics):
             raise TypeError(f"auxiliary must be a floating tensor, got {describe(auxiliary)}")
         if auxiliary.numel() != 1:
             raise ValueError(f"auxiliary must be a scalar, got shape {tuple(auxiliary.shape)}")
+        if torch._C._current_graph_task_id() != -1:
+            return  # a checkpoint computes it again
         if self._window is None or self._window.declared is None:
             raise RuntimeError(
                 "add_auxiliary was called outside of a window with declared counts, and needs one: "
@@ -349,10 +351,10 @@ class LossAccumulator(Metrics):
             self._check_entered()
             if self._has_loss:
                 window.check_complete()
-            trained = trained_of(parameters) if purpose == FINISH else None
-            self._guard.check_end(trained)
+            given = given_to_finish(parameters) if purpose == FINISH else None
+            self._guard.check_end(given)
         sent = self._exchange.send(purpose, window.sums(), self._equal(), fault=window.fault())
-        return sent.wait(), trained or []
+        return sent.wait(), [p for p in given or [] if p.grad is not None]
 
     def _equal(self) -> dict[str, object]:
         """Settings that must be equal on all ranks at every exchange."""

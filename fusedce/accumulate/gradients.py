@@ -15,8 +15,8 @@ from fusedce.contract.groups import local_of
 STREAMED = 1024  # the denominator of streaming losses, a power of two: it rounds nothing
 
 
-def trained_of(parameters: Any) -> list[Tensor]:
-    """The tensors of ``parameters`` that have a gradient, each once; raises if none has."""
+def given_to_finish(parameters: Any) -> list[Tensor]:
+    """The tensors of ``parameters``, each once; raises if none has a gradient."""
     advice = (
         "parameters: pass an iterable of tensors, such as model.parameters() (not "
         "named_parameters(), a state_dict or an optimizer's param_groups)"
@@ -27,9 +27,8 @@ def trained_of(parameters: Any) -> list[Tensor]:
     for p in parameters:
         if not isinstance(p, Tensor):
             raise TypeError(f"{advice}, it holds {type(p).__name__}")
-        if p.grad is not None:
-            found[id(p)] = p
-    if not found:
+        found[id(p)] = p
+    if all(p.grad is None for p in found.values()):
         raise RuntimeError(
             "parameters: no parameter given has a .grad to correct (was the generator used up, or "
             "zero_grad called before finish?)"

@@ -68,7 +68,8 @@ class Guard:
         self._backward = -1  # its id
         self._roots: list[Any] = []  # nodes of the graph where it began, until it ends
         self._schedule: Any = None  # the pipeline's, whose loss_fn has given a loss
-        self._found: list[tuple[int, Tensor]] = []  # kinds of faults; () bool: whether it is one
+        # Kinds of faults; () bool: whether it is one; micro-batches before it, None: all.
+        self._found: list[tuple[int, Tensor, int | None]] = []
 
     def add(self, optimizer: Any, module: Any) -> None:
         """Watch an optimizer and, if given, a module; ``TypeError`` for anything else."""
@@ -130,13 +131,13 @@ class Guard:
         self._known = {i: ref for i, ref in self._known.items() if ref() is not None}
         self._start()
 
-    def check_end(self, trained: list[Tensor] | None) -> None:
+    def check_end(self, given: Sequence[Tensor] | None) -> None:
         """Raise where gradients of the window are not what an optimizer should see.
 
-        ``trained``: the parameters that ``finish`` was given; ``None`` for declared counts.
+        ``given``: the parameters that ``finish`` was given; ``None`` for declared counts.
         """
-        if trained is not None:
-            self._given = {id(p) for p in trained}
+        if given is not None:
+            self._given = {id(p) for p in given}
             names = {id(p): name for m in self._modules for name, p in m.named_parameters()}
             new = {i for i, grad in self._grads().items() if self._before.get(i) != grad}
             missing = [p for p in self._alive() if id(p) in new - self._given]
@@ -146,7 +147,7 @@ class Guard:
                     f"parameters: {len(missing)} that have a .grad were not given to finish, and "
                     f"would keep gradients divided by a provisional count: {', '.join(said)}"
                 )
-            self._know(trained)
+            self._know(given)
         if held := [p for p in held_by_fsdp2() if id(p) not in self._held]:
             raise RuntimeError(
                 f"FSDP2 still holds the gradients of {len(held)} parameters inside, and an "
@@ -194,26 +195,26 @@ class Guard:
 
     # ---- gradients that are left, gone or written into ----------------------------------------
 
-    def before_backward(self, roots: Sequence[Any], backward: int) -> None:
-        """Look at the gradients as a backward through ``roots`` begins."""
+    def before_backward(self, roots: Sequence[Any], backward: int, done: int) -> None:
+        """Look at the gradients as a backward through ``roots`` begins, after ``done`` others."""
         if self._backward == -1:  # those of the step before, or of others
             if not self._has_looked and not _composable_state._module_state_mapping:
-                self._know(p for p in _leaves(roots) if isinstance(p, torch.nn.Parameter))
+                self._know(_leaves(roots))
             self._has_looked, self._before = True, self._grads()
             left = {i for i, x in self._before.items() if x[:1] == self._left.get(i, ())[:1]}
             stale = self._before.keys() if self._streams else left
             norms = norms_of(found := [p for p in self._alive() if id(p) in stale])
             self._stale = dict(zip(map(id, found), norms, strict=True))
         elif backward != self._backward:
-            self._look(backward)
+            self._look(backward, done)
         self._backward, self._roots = backward, [*self._roots, *roots]
         for other in _open_guards():
-            streams = other._backward == backward and (self._streams or other._streams)
-            if other is self or not streams:
-                continue
-            if set(map(id, _leaves(roots))) & set(map(id, _leaves(other._roots))):
-                for guard in (self, other):
-                    guard._found.append((_exchange.WRITTEN, torch.tensor(True, device="cpu")))
+            beside = other is not self and other._backward == backward
+            streams = beside and (self._streams or other._streams)
+            if streams and set(_leaves(roots)) & set(_leaves(other._roots)):
+                fault = _exchange.WRITTEN, torch.tensor(True, device="cpu"), None
+                self._found.append(fault)
+                other._found.append(fault)
 
     def after_backward(self) -> None:
         """Remember the gradients after a backward."""
@@ -221,7 +222,7 @@ class Guard:
         mine = ((i, x) for i, x in self._grads().items() if self._before.get(i) != x)
         self._after = dict(mine if self._asked else islice(mine, _WATCHED))
 
-    def _look(self, backward: int | None = None) -> None:
+    def _look(self, backward: int | None = None, done: int | None = None) -> None:
         """Note whether gradients of this window's micro-batches are gone, or were written into.
 
         They and their versions are compared on the host. Only if one differs, they are compared
@@ -239,28 +240,30 @@ class Guard:
         gone = torch.tensor(True, device="cpu")
         if norms and not (alone and any(p.grad is None for p in changed)):
             gone = (_exchange.together(norms) == 0).all()
-        self._found.append((_exchange.GONE, gone))
+        self._found.append((_exchange.GONE, gone, done))
         written = self._asked and backward is not None and (self._streams or not others)
+        # DDP makes new buckets, and FSDP1 zeroes what frozen parameters have of a flat gradient.
+        written &= any(p.grad is None or p.grad._base is None for p in changed)
         # Stages of a pipeline on one rank have backwards of their own.
         if (written or (self._streams and others)) and self._schedule is None:
-            self._found.append((_exchange.WRITTEN, ~gone))
+            self._found.append((_exchange.WRITTEN, ~gone, done))
 
-    def faults(self, n_tokens: Tensor) -> list[Tensor]:
-        """The faults of a window of ``n_tokens ()``; without tokens, zeros are right."""
+    def faults(self, counts: Tensor) -> list[Tensor]:
+        """The faults of a window; ``counts (micro-batches,)``: without tokens, zeros are right."""
         self._look()
         now = self._grads()
         for i, norm in self._stale.items():
             changed = i in now and self._before[i] != now[i]  # (a parameter may be gone by now)
             if i in self._given if self._given is not None else changed:
-                self._found.append((_exchange.LEFT, norm != 0))
-        some, rows = n_tokens > 0, []
+                self._found.append((_exchange.LEFT, norm != 0, None))
+        rows: list[Tensor] = []
         if (pipe := self._schedule) is not None and pipe.scale_grads and pipe._n_microbatches > 1:
             one = torch.tensor([pipe._n_microbatches], device="cpu")
             rows.append(_exchange.first(_exchange.DIVIDED, one > 1, one))
-        return rows + [
-            _exchange.first(kind, (_exchange.moved(x, some.device) & some).reshape(1))
-            for kind, x in self._found
-        ]
+        for kind, x, done in self._found:
+            some = (counts[:done] > 0).any()[None]
+            rows.append(_exchange.first(kind, _exchange.moved(x, some.device) & some))
+        return rows
 
     # ---- factors ----------------------------------------------------------------------------
 
@@ -319,10 +322,11 @@ def _instances(kind: type) -> list[Any]:
 
 
 def _leaves(nodes: Sequence[Any]) -> Iterator[Tensor]:
-    """The tensors whose ``.grad`` a backward through these nodes of a graph adds to."""
+    """The parameters whose ``.grad`` a backward through these nodes of a graph adds to."""
     new, visited = {node for node in nodes if node is not None}, set()
     while new:
-        yield from (node.variable for node in new if hasattr(node, "variable"))
+        variables = (getattr(node, "variable", None) for node in new)
+        yield from (x for x in variables if isinstance(x, torch.nn.Parameter))
         visited |= new
         new = {x for node in new for x, _ in node.next_functions if x is not None} - visited
 

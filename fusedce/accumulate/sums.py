@@ -56,7 +56,6 @@ class Metrics:
     def __init__(self) -> None:
         self._waiting: Tensor | None = None  # sums of what was evaluated here, and not exchanged
         self._bad: Tensor | None = None  # the first bad label among those, as a fault
-        self._trains = False  # whether a window has ever ended
         self._reset()
 
     def _reset(self) -> None:
@@ -73,7 +72,6 @@ class Metrics:
         """Add a window that has ended, and its sums ``(KINDS,)`` over all ranks."""
         self._sums = _exchange.moved(self._sums, sums.device) + sums
         self._n_windows += 1
-        self._trains = True
 
     def add(self, out: Loss) -> None:
         """Count a batch in the metrics without training on it (evaluation). No collective.
@@ -99,8 +97,8 @@ class Metrics:
         """Metrics of the interval over all ranks: a plain dict of numbers, ready for a tracker.
 
         After training windows, whose sums are exchanged at their ends, without any collective: one
-        rank may call it alone (``if rank == 0: wandb.log(acc.metrics(reset=True))``). Where
-        something was ``add``-ed, or nothing ever trained, one all-gather: every rank must call it.
+        rank may call it alone (``if rank == 0: wandb.log(acc.metrics(reset=True))``). Without a
+        window since the last reset (evaluation, or nothing), one all-gather: every rank calls it.
 
         Returns (``reset`` starts a new interval):
             ``loss``: nats per token, sum of losses / number of tokens (NaN without tokens);
@@ -116,7 +114,7 @@ class Metrics:
             1.5
         """
         check_flag("reset", reset)
-        if self._waiting is not None or not self._trains:
+        if self._waiting is not None or not self._n_windows:
             self._sum_over_ranks()
         self._refuse_open_window("read metrics")
         sums = self._numbers()
@@ -181,4 +179,3 @@ class Metrics:
         self._sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         self._n_windows = state["n_windows"]
         self._evaluates = not self._n_windows and state["n_valid"] > 0
-        self._trains = self._n_windows > 0

@@ -134,7 +134,7 @@ class Window:
                     "gradient would be divided by another window's tokens"
                 )
             backward = torch._C._current_graph_task_id()
-            self._guard.before_backward(roots, backward)
+            self._guard.before_backward(roots, backward, len(self.done))
             self._begun.append((backward, record._replace(arrived=arrived)))
             Variable._execution_engine.queue_callback(partial(self._ended, backward))
 
@@ -196,7 +196,7 @@ class Window:
                 torch.tensor(factors, dtype=torch.float64, device="cpu"),
             )
             rows.append(_exchange.first(_exchange.MULTIPLIED, wrong, factor.view(torch.int64)))
-        rows += self._guard.faults(counts.clamp(min=0).sum())
+        rows += self._guard.faults(counts)
         return _exchange.first_of(rows)
 
     def _means(self, counts: Tensor) -> Tensor | None:

@@ -89,7 +89,7 @@ def _read_config(model: str) -> PretrainedConfig:
             model, local_files_only=here, trust_remote_code=False
         )
     except (ValueError, KeyError, OSError, ImportError) as problem:
-        why = _first_line(problem)
+        why = str(problem).strip().split("\n")[0]
         if here:
             raise UserError(f"transformers cannot read {model}: {why}") from None
         raise UserError(
@@ -115,7 +115,8 @@ def load(model: str) -> nn.Module:
             model, local_files_only=True, trust_remote_code=False
         )
     except (ValueError, OSError) as problem:
-        raise UserError(f"cannot load {model}: {_first_line(problem)}") from None
+        why = str(problem).strip().split("\n")[0]
+        raise UserError(f"cannot load {model}: {why}") from None
     return loaded
 
 
@@ -132,7 +133,3 @@ def class_of(model: str, config: PretrainedConfig) -> type[nn.Module]:
     if config.model_type not in names:
         raise UserError(f"transformers has no causal language model of type {config.model_type!r}")
     return getattr(transformers, names[config.model_type])
-
-
-def _first_line(problem: Exception) -> str:
-    return str(problem).strip().split("\n")[0]

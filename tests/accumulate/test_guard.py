@@ -121,9 +121,18 @@ def beside_streaming(acc, model, streaming):
     step(acc, model, streaming)
 
 
+def left_by_an_expert(acc, model, streaming):
+    expert = torch.nn.Parameter(torch.ones(2))
+    for _ in range(2):  # it takes no part in the first window
+        step(acc, model, streaming, parameters=[*model.parameters(), expert])
+        model.zero_grad()
+        expert.grad = torch.ones(2)
+
+
 # name: mistake, error, and where it is one (without a guard too, with declared counts too)
 MISTAKES = {
     "no zero_grad": (never_zeroed, r"zero_grad\(\) is missing after optimizer", True, True),
+    "left by an expert": (left_by_an_expert, r"which finish\(\) would rescale", True, False),
     "a loss before": (beside_streaming, r"which finish\(\) would rescale", True, False),
     "zeroed": (zeroed("between", False), ZEROED, True, True),
     "set to None": (zeroed("between", True), ZEROED, True, True),

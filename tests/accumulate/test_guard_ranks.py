@@ -115,8 +115,11 @@ def test_the_gradients_of_fsdp1_are_watched(rank):
         "never": "zero_grad() is missing after optimizer.step()",
     }
     for guarded, original, mistake in itertools.product(EITHER, EITHER, words):
+        model = parallel.Model()
+        if original:  # FSDP1 zeroes the part of a flat gradient that is a frozen parameter's
+            model.frozen = torch.nn.Linear(5, 3).requires_grad_(False)
         model = FullyShardedDataParallel(
-            parallel.Model(), use_orig_params=original, device_id=torch.device("cpu")
+            model, use_orig_params=original, device_id=torch.device("cpu")
         )
         acc = LossAccumulator()
         if guarded:

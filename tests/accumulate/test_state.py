@@ -109,6 +109,12 @@ def test_one_rank_reads_and_saves_alone(rank):
         assert (metrics["n_tokens"], metrics["n_windows"]) == (24, 2)
         assert acc.state_dict()["n_valid"] == 0
     dist.barrier()
+    if rank:
+        acc.metrics(reset=True)
+    for alone in (0, 1):  # and the other rank has no batch to evaluate
+        if rank == alone:
+            acc.add((torch.tensor(2.0), torch.tensor(3 + rank)))
+        assert acc.metrics(reset=True)["n_tokens"] == 3 + alone
 
 
 @on_two_ranks

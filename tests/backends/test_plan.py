@@ -49,9 +49,7 @@ def test_a_chunk_and_its_products_are_bounded(vocabulary):
     """On a GPU; with a small vocabulary, tokens must not make up for it."""
     C = plan.chunk_size(LLAMA._replace(n=10**7, N=10**7, V=vocabulary))
     assert C * vocabulary * 2 <= plan.DEVICE_BUDGET
-    assert (
-        C <= 8192
-    )  # a larger chunk makes the products no faster, and every row has buffers of its own
+    assert C <= 8192  # a larger chunk makes the products no faster, and rows have buffers
     arch = archs.BY_NAME["sm_90"]
     for H in (64, 1024, 4096, 16384):
         rows, T = arch.tile_shape(C, vocabulary, H, min(vocabulary, arch.exp_block_v))

@@ -94,12 +94,6 @@ class Runs:
         return open, (self.path, "w")
 
 
-def test_versions_agree():
-    citation = (ROOT / "CITATION.cff").read_text()
-    assert f"version: {fusedce.__version__}\n" in citation
-    assert f'version = "{fusedce.__version__}"\n' in (ROOT / "pyproject.toml").read_text()
-
-
 @pytest.mark.slow
 def test_two_builds_are_the_same_bytes_and_leave_nothing_behind(tmp_path):
     """Two copies of a checkout, of other times, places and masks; the wheel has the kernels."""

@@ -76,11 +76,7 @@ def test_any_budget_gives_what_the_reference_gives(case, more, loss):
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    case=cases(options=EVERY),
-    R=st.sampled_from([7, 64, 128]),
-    T=st.integers(5, 300),
-)
+@given(case=cases(options=EVERY), R=st.sampled_from([7, 64, 128]), T=st.integers(5, 300))
 def test_any_tile_torch_matches_the_reference(case, R, T):
     with pytest.MonkeyPatch.context() as patch:
         tiles_alone(patch, R, T)
