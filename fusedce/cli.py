@@ -81,21 +81,16 @@ def _command(function: Command) -> Callable[[Command], click.Command]:
     return main.command(short_help=summary)(json_option(called))
 
 
-class _Dtype(click.Choice[str]):
-    """fp32, bf16 and fp16, or the names that torch has for them."""
-
-    _SAME = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # noqa: RUF012
-
-    def __init__(self) -> None:
-        super().__init__(["fp32", "bf16", "fp16"])
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return super().convert(self._SAME.get(value, value), param, ctx)
+_TORCHS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_DTYPE: dict[str, Any] = {
+    "type": click.Choice([*_TORCHS.values(), *_TORCHS]),
+    "callback": lambda *given: _TORCHS.get(given[2], given[2]),
+}
 
 
 @_command
 @click.argument("model")
-@click.option("--dtype", type=_Dtype(), default="fp32")
+@click.option("--dtype", **_DTYPE, default="fp32")
 @click.option("--peft", is_flag=True, help="With a LoRA adapter on every linear layer.")
 @click.option("--compile", "compiled", is_flag=True, help="Through torch.compile.")
 @click.option(
@@ -122,7 +117,7 @@ def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool) -> Ans
 @click.argument("model")
 @click.option("--tokens", type=click.IntRange(1, 2**31 - 1), default=8192, show_default=True,
               help="Tokens of a micro-batch on one device.")  # fmt: skip
-@click.option("--dtype", type=_Dtype(), default="bf16", show_default=True)
+@click.option("--dtype", **_DTYPE, default="bf16", show_default=True)
 @click.option("--device", default="H200", show_default=True,
               help="cpu, A100, H100, H200, B200, MI300X or 'RTX 4090'.")  # fmt: skip
 def plan(model: str, tokens: int, dtype: str, device: str) -> Answer:
@@ -139,7 +134,7 @@ def plan(model: str, tokens: int, dtype: str, device: str) -> Answer:
 @_command
 @click.option("--shape", default="1024,256,16384", show_default=True, metavar="N,H,V",
               help="Tokens, hidden size, vocabulary.")  # fmt: skip
-@click.option("--dtype", type=_Dtype(), help="Default: fp32 on a CPU, bf16 elsewhere.")
+@click.option("--dtype", **_DTYPE, help="Default: fp32 on a CPU, bf16 elsewhere.")
 @click.option("--device", help="A device of torch; default: the accelerator, if any.")
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True,
               help="Timed calls of each implementation.")  # fmt: skip

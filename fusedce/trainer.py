@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -152,13 +152,12 @@ class FusedTrainerMixin:
         """
         if self._eval_totals is not None or not batch_samples:
             return None
-        if self._shift is None:
-            self._shift = self._find_shift(batch_samples[0])
+        shift = self._shift_of(batch_samples[0])
         count = torch.zeros((), dtype=torch.int64, device=device)
         for batch in batch_samples:
-            _mask_borders(batch)
+            _mask_borders(batch, self._shift_of)
             labels = batch.get("shift_labels")
-            labels = batch["labels"][..., self._shift :] if labels is None else labels
+            labels = batch["labels"][..., shift:] if labels is None else labels
             count += labels.ne(-100).sum().to(device)
         self._declared = self._declared + count
         return self._sum_over_ranks(count)
@@ -177,7 +176,7 @@ class FusedTrainerMixin:
             denominator = num_items_in_batch.clamp(min=1) / (steps * self._n_ranks())
         if getattr(self, "aux_loss_enabled", False):  # SFTTrainer's switch for MoE models
             inputs = {**inputs, "output_router_logits": True}
-        _mask_borders(inputs)
+        _mask_borders(inputs, self._shift_of)
         with LossObserver(denominator, monitor=MONITORED if self._stats else ()) as observer:
             outputs = model(**inputs)
         totals = self._train_totals if self._eval_totals is None else self._eval_totals
@@ -236,23 +235,15 @@ class FusedTrainerMixin:
 
     # ---- evaluation -------------------------------------------------------------------------
 
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """Run Trainer's loop; the loss is sum / count over all tokens.
 
         It is NaN without tokens, and stays Trainer's own where no step has called ``compute_loss``
         (Seq2SeqTrainer with ``predict_with_generate``).
         """
         with self._evaluating() as totals:
-            output = super().evaluation_loop(  # type: ignore[misc]
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+            kwargs["metric_key_prefix"] = metric_key_prefix
+            output = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
             metrics = totals.metrics()
             stats = {} if self._stats is None else self._stats.logged(f"{metric_key_prefix}_")
         if (name := f"{metric_key_prefix}_loss") in output.metrics and self._has_evaluated:
@@ -280,6 +271,11 @@ class FusedTrainerMixin:
         return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
     # ---- the model's shift, the ranks -------------------------------------------------------
+
+    def _shift_of(self, batch: dict[str, Any]) -> int:
+        if self._shift is None:
+            self._shift = self._find_shift(batch)
+        return self._shift
 
     @torch.no_grad()
     def _find_shift(self, batch: dict[str, Any]) -> int:
@@ -412,7 +408,7 @@ def _refuse_other_settings(trainer: Any) -> None:
         )
 
 
-def _mask_borders(batch: dict[str, Any]) -> None:
+def _mask_borders(batch: dict[str, Any], shift: Callable[[dict[str, Any]], int]) -> None:
     """Ignore, in place, the label that crosses the border between two packed documents.
 
     In ``labels`` this is a document's first position, in ``shift_labels`` the position before it.
@@ -428,6 +424,8 @@ def _mask_borders(batch: dict[str, Any]) -> None:
     else:
         return
     starts[:, 0] = False  # the first document of a row crosses nothing
+    if "shift_labels" not in batch and not shift(batch):
+        return
     for name, where in (("labels", starts), ("shift_labels", starts.roll(-1, 1))):
         if name in batch:
             batch[name] = batch[name].masked_fill(where, -100)

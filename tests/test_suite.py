@@ -80,22 +80,12 @@ def test_a_draw_left_to_chance_is_found():
     assert list(from_fresh_entropy(ast.parse(unseeded))) == [1, 2]
 
 
-@pytest.fixture(scope="module")
-def drawn_by_a_fixture():
-    return torch.rand(3)
-
-
 FROM_0 = torch.rand(6, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("again", [1, 2])
 def test_every_test_starts_from_the_same_seed(again):
     assert torch.rand(6).equal(FROM_0)
-
-
-def test_what_a_fixture_draws_comes_after_the_seed(drawn_by_a_fixture):
-    assert drawn_by_a_fixture.equal(FROM_0[:3])
-    assert torch.rand(3).equal(FROM_0[3:])
 
 
 def test_hypothesis_draws_the_same_examples_every_day(request):

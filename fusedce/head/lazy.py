@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from fusedce.head.product import NO_TORCH_FUNCTION, Expr, Memory
 from fusedce.head.rules import RULES
@@ -131,6 +132,10 @@ class LazyLogits(Uncompiled):
         with NO_TORCH_FUNCTION():
             if handler is not None:
                 return handler(func, *args, **(kwargs or {}))
+            lazy = (t for t in tree_leaves((args, kwargs)) if isinstance(t, LazyLogits))
+            if torch.is_inference_mode_enabled() and not all(t.is_inference() for t in lazy):
+                with torch.inference_mode(False), torch.no_grad():  # torch refuses views there
+                    return func(*args, **(kwargs or {}))
             return func(*args, **(kwargs or {}))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

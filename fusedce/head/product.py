@@ -70,7 +70,7 @@ class Product:
         ]  # fmt: skip
         self.before = self._state()
         self.of_engine = any(_is_part(x) for x in given[1:])
-        _live.add(self)
+        _live[id(self)] = self
 
     def _state(self) -> list[Any]:
         merged = tuple(vars(self.module).get("merged_adapters", ()))  # PEFT writes weight.data
@@ -146,12 +146,13 @@ def _gathered(now: Any, before: Tensor, module: nn.Module, by_all_ranks: bool) -
 
 # Fused optimizers change parameters without a version counter, and FSDP2 gathers new values into
 # the old memory: so steps are noted.
-_live: weakref.WeakSet[Product] = weakref.WeakSet()
+_live: weakref.WeakValueDictionary[int, Product] = weakref.WeakValueDictionary()
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    for product in list(_live):
-        product.stale = product.stale or product.may_change_in(optimizer)
+    for ref in _live.valuerefs():  # other threads add theirs meanwhile
+        if (product := ref()) is not None:
+            product.stale = product.stale or product.may_change_in(optimizer)
 
 
 register_optimizer_step_post_hook(_after_step)

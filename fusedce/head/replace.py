@@ -221,8 +221,10 @@ class _Watch:
     It stands on the model's decoder, which no adapter of PEFT wraps.
     """
 
-    def __init__(self, model: nn.Module, memory_budget: int | None = None) -> None:
-        self.model, self.memory_budget = weakref.ref(model), memory_budget
+    def __init__(self, model: nn.Module | None, memory_budget: int | None = None) -> None:
+        # The copy of a decoder has no model.
+        self.model: Any = (lambda: None) if model is None else weakref.ref(model)
+        self.memory_budget = memory_budget
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         model = self.model()
@@ -246,9 +248,7 @@ class _Watch:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Watch:
-        model = self.model()
-        assert model is not None, "copied while its model is being freed"
-        return _Watch(memo.get(id(model), model), self.memory_budget)
+        return _Watch(memo.get(id(self.model())), self.memory_budget)
 
     def __reduce__(self) -> Any:
         return _Watch, (self.model(), self.memory_budget)

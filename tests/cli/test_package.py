@@ -55,12 +55,6 @@ def test_a_missing_extra_is_named():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_submodule_does_not_hide_the_function_of_its_name():
-    done = run("import fusedce.auditing, fusedce.tools.check, fusedce.tools.plan, fusedce; "
-               "assert callable(fusedce.audit)")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.slow
 def test_a_model_folder_runs_no_code(tmp_path):
     """Neither a pickle among its weights nor a class that its configuration names."""

@@ -125,6 +125,8 @@ def test_a_resized_vocabulary_stays_replaced(no_logits):
     restore_loss_head(twin)
     twin.resize_token_embeddings(V + 9)
     assert type(twin(input_ids=tokens(2, 9)).logits) is torch.Tensor
+    decoder = copy.deepcopy(replace_loss_head(llama()).model)  # outlives its model
+    assert decoder(input_ids=tokens(2, 9)).last_hidden_state.shape[:2] == (2, 9)
 
 
 @pytest.fixture

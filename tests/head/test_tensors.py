@@ -103,7 +103,14 @@ def labels_of_another_shape(model):
     return ()
 
 
+def in_inference_mode_later(model):
+    z = model(tokens(3, 7))
+    with torch.inference_mode():
+        return z[:, :-1].argmax(-1), ce(z.float(), tokens(3, 7)), z.detach() + 0
+
+
 USES = {
+    "in inference mode later": in_inference_mode_later,
     "labels of another shape": labels_of_another_shape,
     "another weight": other_weight,
     "functional_call": functional_call,

@@ -162,6 +162,16 @@ def test_no_token_is_trained_across_documents(how, tmp_path):
         torch.testing.assert_close(loss, llama()(**padded).loss)
 
 
+def test_a_model_that_does_not_shift_trains_on_the_first_label_of_a_document(tmp_path):
+    model = llama()
+    model.loss_function = lambda logits, labels, **_: F.cross_entropy(logits.mT, labels)
+    row = packed_row()[0]
+    trainer = FusedTrainer(model=model, args=arguments(tmp_path), train_dataset=Dataset())
+    assert int(trainer._get_num_items_in_batch([dict(row)], torch.device("cpu"))) == 12
+    with torch.no_grad():
+        torch.testing.assert_close(trainer.compute_loss(model, dict(row)), model(**row).loss)
+
+
 def test_only_the_loss_of_the_model_is_rewritten(tmp_path):
     """Other losses that are logged or measured stay as they are."""
 
