@@ -132,8 +132,9 @@ class LazyLogits(Uncompiled):
         with NO_TORCH_FUNCTION():
             if handler is not None:
                 return handler(func, *args, **(kwargs or {}))
-            lazy = (t for t in tree_leaves((args, kwargs)) if isinstance(t, LazyLogits))
-            if torch.is_inference_mode_enabled() and not all(t.is_inference() for t in lazy):
+            if torch.is_inference_mode_enabled() and not all(
+                t.is_inference() for t in tree_leaves((args, kwargs)) if isinstance(t, LazyLogits)
+            ):
                 with torch.inference_mode(False), torch.no_grad():  # torch refuses views there
                     return func(*args, **(kwargs or {}))
             return func(*args, **(kwargs or {}))

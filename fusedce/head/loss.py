@@ -282,7 +282,7 @@ def _given(x: LazyLogits) -> tuple[Given, list[Tensor | None]] | None:
     if any(p.watched for p in products) or max(len(products), len(made)) > len(set(products)):
         return None  # a part of the same logits may be detached
     if functions:
-        # What a user's function does is unknown. Its backward gets a passenger: if it returns that
+        # A user's function may do anything. Its backward gets a passenger: if it returns that
         # unread, it changes nothing; if it reads it, the real gradient is computed.
         if number_of_steps(kinds) != number_of_steps(x.expr.names()):
             return None
