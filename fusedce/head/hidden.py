@@ -112,7 +112,8 @@ class Hidden(Uncompiled):
                 logits = _PRODUCTS[func](*args, **(kwargs or {}))
                 if logits is not None:
                     return logits
-            out = func(*args, **(kwargs or {}))
+        out = cls.of_others(func, types, args, kwargs)
+        with NO_TORCH_FUNCTION():
             if given is None or type(out) not in (Tensor, Hidden) or not out.is_floating_point():
                 return out
             if out.dim() != given.dim() or out.shape[-1] == classes_of(given.module):

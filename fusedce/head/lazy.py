@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,6 +26,7 @@ from fusedce.head.product import NO_TORCH_FUNCTION, Expr, Memory
 from fusedce.head.rules import RULES
 
 T: Any = torch.Tensor
+_foreign = ContextVar("_foreign", default=False)  # another subclass may convert what it is given
 aten = torch.ops.aten
 _NO_MEMORY = (
     "{} would change in place the shape or the memory of the logits of a head that fusedce has "
@@ -76,6 +78,19 @@ class Uncompiled(torch.Tensor):
 
     __tensor_unflatten__: Any = None  # nothing is flattened
 
+    @staticmethod
+    def of_others(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """``func`` by the first subclass of others, as if ours were plain; without one by torch."""
+        others = tuple(t for t in types if not issubclass(t, Uncompiled))
+        if not others:
+            with NO_TORCH_FUNCTION():
+                return func(*args, **(kwargs or {}))
+        before = _foreign.set(True)
+        try:
+            return others[0].__torch_function__(func, others, args, kwargs or {})
+        finally:
+            _foreign.reset(before)
+
 
 class LazyLogits(Uncompiled):
     """Lazy logits: see the module.
@@ -115,6 +130,8 @@ class LazyLogits(Uncompiled):
         facts, kwargs = facts_of(func), kwargs or {}
         if facts.is_composite:  # in inference mode they arrive whole
             return func.decompose(*args, **kwargs)
+        if _foreign.get():
+            args, kwargs = replaced((args, kwargs), lambda x: x.expose(str(func)))
         if facts.writes:
             return _write(func, facts, args, kwargs)
         x = args[0]
@@ -132,12 +149,13 @@ class LazyLogits(Uncompiled):
         with NO_TORCH_FUNCTION():
             if handler is not None:
                 return handler(func, *args, **(kwargs or {}))
-            if torch.is_inference_mode_enabled() and not all(
+            normal = torch.is_inference_mode_enabled() and not all(
                 t.is_inference() for t in tree_leaves((args, kwargs)) if isinstance(t, LazyLogits)
-            ):
-                with torch.inference_mode(False), torch.no_grad():  # torch refuses views there
-                    return func(*args, **(kwargs or {}))
-            return func(*args, **(kwargs or {}))
+            )
+        if normal:
+            with torch.inference_mode(False), torch.no_grad():  # torch refuses views there
+                return cls.of_others(func, types, args, kwargs)
+        return cls.of_others(func, types, args, kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -203,8 +203,7 @@ def _find_head(model: nn.Module) -> nn.Module:
 
 def _runs_trl_head(model: nn.Module) -> bool:
     """Whether TRL's forward, not the model's own, has called the decoder whose hook runs now."""
-    forward = model.__dict__.get("forward")
-    if forward is None or hasattr(forward, "fusedce_counts"):  # of FusedPolicyMixin
+    if hasattr(model.__dict__.get("forward"), "fusedce_counts"):  # of FusedPolicyMixin
         return False
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):

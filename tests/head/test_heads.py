@@ -254,6 +254,27 @@ class Blocks(nn.Linear):
         return torch.einsum("bth,vh->btv", x, self.weight)
 
 
+class Doubled(torch.Tensor):
+    """As a quantised weight, whose own product is not its values'."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs)
+        doubles = func in (F.linear, torch.Tensor.add)
+        return out.as_subclass(torch.Tensor) * 2 if doubles else out
+
+
+class Quantised(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight.as_subclass(Doubled), self.bias)
+
+
+@pytest.mark.parametrize("kind", [Quantised, nn.Linear])
+def test_another_tensor_subclass_computes_in_its_own_way(kind):
+    added = torch.ones(V).as_subclass(Doubled) if kind is nn.Linear else 0
+    both(lambda m, x, y: ce(m(x) + added, y), model_of(kind(H, V)))
+
+
 def test_a_head_without_such_a_product_is_named_in_the_report():
     report = both(lambda m, x, y: ce(m(x), y), model_of(Blocks(H, V)))
     assert report.losses_fused == 0

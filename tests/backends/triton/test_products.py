@@ -48,6 +48,13 @@ def test_rows_of_tiles_fill_the_processors(processors, least):
     assert archs.rows_in_waves(100, V, 4096, processors) == 100
 
 
+@pytest.mark.parametrize("arch", archs.ARCHITECTURES, ids=lambda row: row.name)
+def test_blocks_and_warps_are_powers_of_two(arch):
+    blocks = [x for walks in (arch.two_bytes, arch.four_bytes) for x in walks[:-1] if x]
+    sizes = [arch.exp_block_v, arch.token_warps, arch.divergence_block_v]
+    assert all(x.bit_count() == 1 for x in [*sizes, *(x for b in blocks for x in b[:4])])
+
+
 @pytest.mark.parametrize("operation", ["mm", "addmm"])
 @pytest.mark.parametrize("wrong", [None, "a factor", "raises"])
 def test_an_interface_that_gives_something_wrong_is_not_taken(monkeypatch, operation, wrong):
