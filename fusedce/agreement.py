@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-TEXT = 84  # int64 of a row that hold its text, 8 bytes each
+TEXT = 108  # int64 of a row that hold its text, 8 bytes each
 _KEPT_KINDS = ("RuntimeError", "TypeError", "ValueError")
 # torch 2.13 gave this one a new name
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"

@@ -25,6 +25,7 @@ REVERSE: tl.constexpr = tl.constexpr(1)
 JSD: tl.constexpr = tl.constexpr(2)
 EDGE: tl.constexpr = tl.constexpr(3)  # JSD with beta below 0.1 or above 0.9
 NEVER: tl.constexpr = tl.constexpr(1e30)  # a logit of -inf counts as minus this
+FAR: tl.constexpr = tl.constexpr(1e20)  # ... and is below minus this after scale and temperature
 # A class counts as possible if its log-probability is above this (float64 can hold it). If the
 # other head excludes such a class (a logit of -inf), the divergence is infinite.
 HARDLY: tl.constexpr = tl.constexpr(-700.0)
@@ -224,9 +225,9 @@ def divergence_rows_kernel(
         top_s, sum_s = add_to_sum(z, top_s, sum_s)
         top_t, sum_t = add_to_sum(t, top_t, sum_t)
         if KIND == FORWARD:
-            given = tl.maximum(given, tl.max(tl.where(z <= -NEVER, t, float("-inf")), axis=0))
+            given = tl.maximum(given, tl.max(tl.where(z <= -FAR, t, float("-inf")), axis=0))
         elif KIND == REVERSE:
-            given = tl.maximum(given, tl.max(tl.where(t <= -NEVER, z, float("-inf")), axis=0))
+            given = tl.maximum(given, tl.max(tl.where(t <= -FAR, z, float("-inf")), axis=0))
         if HAS_CE:
             at = start + offs_v == label
             z_label += tl.sum(tl.where(at, z, 0.0), axis=0) * to_plain

@@ -246,7 +246,7 @@ def softmax_rows_kernel(
             size = tl.abs(a) + tl.abs(b)
             # A power of two: the products' other operand takes it in without being rounded again.
             exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
-            size = tl.where(size == 0.0, 1.0, exponent.to(tl.float32, bitcast=True))
+            size = tl.where(exponent == 0, 1.0, exponent.to(tl.float32, bitcast=True))
             to_p *= of_p / size
             factor = size
         else:
@@ -258,7 +258,9 @@ def softmax_rows_kernel(
         tl.store(row_factors + c, factor)
     tl.store(losses + c, token_loss(top, others, z).to(tl.float32))
     if best is not None:
-        index = tl.load(best + tl.argmax(m, axis=0) * stride_row + c)
+        # (Of NaN it may be beyond the blocks.)
+        block = tl.minimum(tl.argmax(m, axis=0), tl.cdiv(V, BLOCK_V) - 1)
+        index = tl.load(best + block * stride_row + c)
         index = tl.where(z > m_others, label, index)
         tl.store(argmax + tl.load(rows + first + c), index.to(tl.int64))
     tl.store(entries + c, g_label)

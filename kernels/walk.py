@@ -81,7 +81,8 @@ def add_statistics(z, m, others, moment, index, start_v, moments, best):
     a = tl.exp2((m - m_safe) * LOG2E)
     if moments is not None:
         empty = m_tile == float("-inf")
-        d = tl.maximum(z - finite_max(m_tile)[:, None], -1e30)  # e is 0, and 0 * inf would be NaN
+        d = z - finite_max(m_tile)[:, None]  # of -inf e is 0, and 0 * inf would be NaN
+        d = tl.maximum(d, -1e30, propagate_nan=tl.PropagateNan.ALL)
         e = tl.exp2(d * LOG2E)
         top = z == m_tile[:, None]  # each but one of equal maxima counts among the others
         ties = tl.where(empty, 0.0, tl.sum(top.to(tl.float32), axis=1) - 1.0)

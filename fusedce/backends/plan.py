@@ -42,7 +42,6 @@ TILE_FLOPS = 2**36
 EXP_BLOCK_V = 2048  # vocabulary entries of a row that share one maximum in training
 EXP_GEMM_H = 2304  # hidden size up to which one GEMM makes the exponentials, on sm_90 and sm_100
 MAX_SPLITS = 128  # of the vocabulary, in the pass that finds the statistics
-WEIGHT_ROWS = 16384  # rows of a weight gradient whose product is held before it is added
 
 
 class Limits(NamedTuple):
@@ -288,8 +287,6 @@ def chunked(call: Call, C: int, T: int) -> Way:
         held["statistics and entries"] = C * (8 * -(-V // (call.gemm_block or EXP_BLOCK_V)) + 84)
         if call.weight and narrow:
             held["scaled hidden states"] = C * H * call.element
-        if call.weight and call.fp16:
-            held["rows of d_weight"] = min(WEIGHT_ROWS, V) * H * acc
     else:
         held["tiles"] = call.copies * C * T * acc
         held["rows of hidden states"] = 7 * C * H * acc
@@ -324,7 +321,6 @@ def by_tiles(call: Call, R: int, T: int) -> Way:
             held["d_hidden of the rows used"] = n * H * acc
         if call.weight and call.fp16:
             held["scaled hidden states"] = n * H * (acc + call.element)
-            held["rows of d_weight"] = rows
         # Up to five numbers a row and split, before the tiles are made.
         before = 20 * call.N * min(-(-call.V // 64), MAX_SPLITS)
         held["statistics"] = max(before - sum(held.values()), 0) + 4 * 16 * n
@@ -332,7 +328,7 @@ def by_tiles(call: Call, R: int, T: int) -> Way:
         held["tiles"] = call.copies * R * T * acc
         held["rows of hidden states"] = 3 * R * H * acc
         held["rows of weight"] = rows if narrow else 0
-        held["statistics"] = 8 * 16 * n
+        held["statistics"] = 8 * 16 * call.N
     return _way(call, TILES, R, T, held)
 
 

@@ -97,7 +97,8 @@ class LossSum(NamedTuple):
         monitors = dict(getattr(self, "monitors", {}))
         if "z_loss" in monitors:
             monitors["z_loss"] = scale(monitors["z_loss"]).detach().double().reshape(())
-        return MonitoredLossSum.of(ScaledLossSum(scale(self.loss_sum), self.n_valid), monitors)
+        loss = scale(self.loss_sum).reshape(()).to(self.loss_sum.dtype)
+        return MonitoredLossSum.of(ScaledLossSum(loss, self.n_valid), monitors)
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_A_LOSS:
@@ -133,6 +134,7 @@ _REMEDY = (
 # A sum must be divided before it is differentiated or compared.
 for _name in ("backward", "item", "__float__", "__lt__", "__le__", "__gt__", "__ge__"):
     setattr(LossSum, _name, LossSum._refuse)
+LossSum.__array_ufunc__ = None  # type: ignore[attr-defined]  # numpy's numbers leave 2 * out to us
 
 
 class MonitoredLossSum(LossSum):

@@ -140,18 +140,18 @@ def _of_probabilities(problem: Problem, placed: Any, reduction: str) -> Tensor:
     """The loss of class probabilities; on a sharded vocabulary of those of this rank's classes."""
     given, asked = local_of(problem.labels), problem
 
-    def check(here: Problem, shard: bool) -> Divergence:
+    def check(here: Problem, _: bool) -> Divergence:
         check_choice("reduction", reduction, REDUCTIONS)
-        if shard and placed[1]:
-            raise ValueError(
-                "tokens_sharded must be False with labels of class probabilities: a rank needs "
-                "those of its classes for all tokens, so gather the hidden states before"
-            )
         return targets_of(here.but(ignore_index=asked.ignore_index), given)
 
     labels, backend = no_labels(problem.hidden), problem.backend or "torch"
     problem = problem.but(labels=labels, ignore_index=None, backend=backend)
-    task, _ = divergence_task(problem, placed, reduction, check)
+    task, tokens = divergence_task(problem, placed, reduction, check)
+    if tokens.group is not None:
+        raise ValueError(
+            "tokens_sharded must be False with labels of class probabilities: a rank needs those "
+            "of its classes for all tokens, so gather the hidden states before"
+        )
     if reduction == "none":
         return dispatch.token_losses(task).view(given.shape[:-1])
     return _reduced(task, reduction, task.problem.but(class_weight=None))

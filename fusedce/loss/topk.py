@@ -132,9 +132,11 @@ def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor
             best, order = best.sort(dim=1, descending=True, stable=True)
             best, classes = best[:, :k], classes.gather(1, order)[:, :k]
         width = best.shape[1]  # less than k in a small shard
+        best = (best - lse).to(top) if shard is None else best
         top[block, :width], at[block, :width], lses[block] = best, classes, lse
-    if shard is not None:
-        top, at, lses = _over_ranks(top, at + shard.first, lses, shard)
+    if shard is None or not len(top):
+        return top, at
+    top, at, lses = _over_ranks(top, at + shard.first, lses, shard)
     return (top - lses).to(logits.head.acc), at
 
 

@@ -154,6 +154,17 @@ def test_tiles_depend_neither_on_the_order_of_ctas_nor_on_when_copies_land(on, s
     assert_same_bits_in_every_order(gpu, gradients)
 
 
+@FIRST_ARCH
+def test_a_nan_logit_is_nan_in_every_statistic(on, arch):
+    """A maximum of a GPU drops NaN."""
+    on(arch)
+    hidden, weight, labels, _ = Case((20,), 64, 600, BF16).tensors()
+    weight[20] = torch.nan
+    found = fusedce.fused_logprobs(hidden, weight, labels, mean_logit=True, backend="triton")
+    for x in (found.logprob, found.entropy, found.lse, found.mean_logit):
+        assert x.isnan().all()
+
+
 @pytest.mark.slow
 @ARCHS
 @pytest.mark.parametrize("option", [False, True])

@@ -112,6 +112,16 @@ def test_rows_that_are_not_aligned_are_multiplied_by_cublas(on):
     assert gpu.ran("walk_kernel") == 0
 
 
+def test_the_likeliest_class_of_a_row_of_nan_is_read_in_bounds(on):
+    """Three whole blocks of classes, the fourth of the kernel's is padding."""
+    on("sm_80")
+    hidden, weight, _, _ = case(2, 64, 3 * archs.BY_NAME["sm_80"].exp_block_v).tensors()
+    hidden[1] = torch.nan
+    found = fusedce.fused_ce(hidden, weight.requires_grad_(), torch.zeros(2, dtype=torch.int64),
+                             monitor=("correct",), backend="triton")  # fmt: skip
+    assert found.loss_sum.isnan()
+
+
 @pytest.mark.parametrize("chunk_tokens", [None, 15])
 @pytest.mark.parametrize("gemm", [False, True], ids=["tiles", "gemm"])
 def test_chunks_tiles_and_the_likeliest_classes(on, chunk_tokens, gemm):

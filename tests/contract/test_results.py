@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.utils import _pytree
@@ -31,12 +32,14 @@ def test_losses_and_counts_are_added():
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("x", [2, 0.5, torch.tensor(4.0)])
+@pytest.mark.parametrize("x", [2, 0.5, torch.tensor(4.0), np.float64(4), torch.ones(1).double()])
 def test_a_factor_scales_the_loss_and_keeps_the_count(x):
     a = a_sum(2, 3)
     assert numbers(a * x) == numbers(x * a) == (2 * float(x), 3)
     assert numbers(a / x) == (2 / float(x), 3)
     assert numbers(-a) == (-2, 3)
+    assert (a * x).loss_sum.shape == ()
+    assert (a * x).loss_sum.dtype == torch.float32
 
 
 ASKS_FOR_A_LOSS = [

@@ -386,9 +386,9 @@ def test_a_masked_class(kind, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["forward", "reverse"])
-@pytest.mark.parametrize("logit", [-30.0, -100.0])
+@pytest.mark.parametrize(("logit", "temperature"), [(-30.0, 1.0), (-100.0, 1.0), (-30.0, 2.0)])
 def test_a_class_excluded_by_one_head_is_infinite_however_little_the_other_gives(
-    kind, logit, backend
+    kind, logit, temperature, backend
 ):
     """A probability of 1e-15 times a large finite number was 4e14, one of 1e-44 nearly 0."""
     (hidden, weight, there, head, _), more = Pair(bias=True, V=40, spread=0.1).tensors()
@@ -396,10 +396,13 @@ def test_a_class_excluded_by_one_head_is_infinite_however_little_the_other_gives
     if kind == "reverse":
         excludes, gives = gives, excludes
     excludes[7], gives[7] = -math.inf, logit
-    options = {"divergence": kind, "backend": backend, **more}
+    options = {"divergence": kind, "backend": backend, "temperature": temperature, **more}
     assert fused_kl(hidden, weight, there, head, **options).loss_sum == math.inf
     gives[7] = -1e5  # of probability 0
     assert fused_kl(hidden, weight, there, head, **options).loss_sum.isfinite()
+    gives[7] = -math.inf  # a soft-cap lifts it
+    options["softcap" if kind == "reverse" else "teacher_softcap"] = 40.0
+    assert fused_kl(hidden, weight, there, head, **options).loss_sum == math.inf
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -120,12 +120,15 @@ def test_tiles_on_both_backends(monkeypatch, backend, logits, dtype):
     check(partial(by_token, backend=backend), capped)
 
 
+@pytest.mark.parametrize("tiles", [True, False])
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_factors_of_float16_reach_every_gradient(monkeypatch, frozen):
-    """Rows wait for powers of two there: token weights of 1e-3 to 1e3."""
-    tiles_alone(monkeypatch, 16, 100)
+def test_factors_of_float16_reach_every_gradient(monkeypatch, frozen, tiles):
+    """Rows wait for powers of two there: token weights of 1e-3 to 1e3, and a subnormal one."""
+    if tiles:
+        tiles_alone(monkeypatch, 16, 100)
     hidden, weight, labels, _ = Case((40,), 20, 230, torch.float16).tensors()
     w = 10.0 ** torch.linspace(-3, 3, 40)
+    w[7] = 1e-39
 
     def gradient(dtype, **options):
         leaves = {"hidden": hidden.to(dtype), "weight": weight.to(dtype)}

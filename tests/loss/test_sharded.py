@@ -75,6 +75,11 @@ TEACHER = {
     "teacher_hidden": True, "teacher_weight": True, "beta": 0.3, "temperature": 1.5,
     "ce_weight": 0.4,
 }  # fmt: skip
+LONGEST = {  # numbers of many digits, which ranks compare as text
+    "beta": 1 / 3, "temperature": 4 / 3, "ce_weight": 1 / 3e5, "softcap": 100 / 3, "bias": True,
+    "teacher_softcap": 100 / 7, "logit_scale": 1 / 3, "teacher_logit_scale": -1 / 3e4,
+    "token_weight": True, "memory_budget": 10**12,
+}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "softcap": {"softcap": 2.0},
@@ -98,7 +103,7 @@ OPTIONS = {
         "mean_logit": True, "bias": True,
     },
     "temperatures of K": {"kind": "several", "temperature": True, "bias": True},
-    "forward": TEACHER | {"divergence": "forward"},
+    "forward": TEACHER | LONGEST | {"divergence": "forward"},
     "reverse": TEACHER | {"divergence": "reverse", "chunk_tokens": 4},
     "jsd": TEACHER | {"divergence": "jsd", "token_weight": True},
     "probabilities": PROBABILITIES | {"chunk_tokens": 4},

@@ -71,6 +71,13 @@ def of_placements(hidden, weight, labels, process_group, placed="weight", at=0, 
     return options.pop("function", fused_ce)(**of, labels=labels, **options)
 
 
+def of_placed_tokens(hidden, weight, labels, process_group):
+    """Class probabilities of the tokens and classes of this rank."""
+    mesh = init_device_mesh("cpu", (2,))
+    hidden, weight = (distribute_tensor(x, mesh, [Shard(0)]) for x in (hidden, torch.ones(V, H)))
+    return fused_cross_entropy(hidden, weight, torch.ones(len(hidden.to_local()), V // 2))
+
+
 X = inputs()
 NONE = {"reduction": "none"}
 LOSS, STATS = sharded_cross_entropy, sharded_logprobs
@@ -186,6 +193,7 @@ WRONG = [
     ("backend='torch'", divergence, {"backend": "triton"}),
     ("labels of class probabilities", LOSS, {"labels": GIVEN}),
     ("tokens_sharded", LOSS, {"labels": GIVEN[:, :3], "tokens_sharded": True}),
+    ("tokens_sharded must be False with labels of class", of_placed_tokens, {}),
     ("pass weight.redistribute(placements=[Shard(0)])", of_placements, {"at": 1}),
     ("ValueError: weight must have Shard(0)", of_placements, {"at": 1}),
     ("or weight.full_tensor()", of_placements, {"at": None}),

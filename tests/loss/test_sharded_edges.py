@@ -12,7 +12,7 @@ from support.bounds import EXACT, IN_FLOAT64, SAME_SUMS, logit_rounding
 from support.params import slow
 from support.vocabulary import UNEQUAL, K, Layout, N, answers, inputs, sure, whole
 
-from fusedce import fused_ce, fused_cross_entropy, fused_logprobs, reference_ce
+from fusedce import fused_ce, fused_cross_entropy, fused_logprobs, fused_topk, reference_ce
 
 losses = functools.partial(fused_cross_entropy, reduction="none")
 FUNCTIONS = (fused_ce, losses, fused_logprobs)
@@ -49,6 +49,8 @@ def nothing_valid(backend, rank):
                 zeros(found, local)
                 with torch.no_grad():
                     zeros(answers(function, local, n=len(local["labels"]))[0], local)
+    rows = shard(x, rank, backend)[0]["weight"]
+    assert fused_topk(none["hidden"], rows, 2, process_group=dist.group.WORLD)[1].shape == (0, 2)
 
 
 def upstream_of_zero(backend, rank):

@@ -247,7 +247,7 @@ class _ToTeacher(_Compared):
         if self.divergence.kind == JSD or head.bias is None or head.softcap is not None:
             return found
         excluded = head.bias <= -NEVER
-        if other.bias is not None:
+        if other.bias is not None and other.softcap is None:
             excluded &= other.bias > -NEVER
         for some in chunks_of(excluded.nonzero()[:, 0], self.step):
             given = (z[some].double() - norm).exp_().amax(0)  # above 0 as far as float64 goes

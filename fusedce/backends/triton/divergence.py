@@ -63,6 +63,7 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
             left_out = torch.arange(n, device=device) >= packed.used
             weights[rows] = weights[rows].masked_fill(left_out, 0)
         chunk = _Chunk(problem, divergence, C, wanted)
+        scratch = chunk.of_teacher.view(-1)  # once a chunk's bias is summed
         outer *= problem.logit_scale / divergence.temperature
         for begin in range(0, n, C):
             some = rows[begin : begin + C]
@@ -81,10 +82,12 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
                     dh.mul_(factors[:, None])
                 grads.hidden[some] = dh.mul_(alpha).to(grads.hidden.dtype)
             if grads.bias is not None:
-                add_to_bias(grads.bias, wide, factors, alpha)
+                add_to_bias(grads.bias, wide, factors, alpha, scratch)
             if grads.weight is not None:
                 h, largest = scaled_by(h, factors)
-                add_product(grads.weight, g.t(), h, alpha, largest, first=begin == 0)
+                add_product(
+                    grads.weight, g.t(), h, alpha, largest, first=begin == 0, scratch=scratch
+                )
         return Summed(losses, packed.n_valid, factor, *grads.written())
 
 

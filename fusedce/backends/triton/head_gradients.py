@@ -18,8 +18,6 @@ from fusedce.backends.triton.launch import padded, pointwise, power_of_2, run
 from fusedce.contract.problem import Problem, Projection
 from fusedce.kernels.input_grads import hidden_grad_kernel, label_grad_kernel
 
-_COLUMNS = 16384  # of a chunk's gradient that are widened at a time
-
 
 class Head:
     """A head as the kernels of its gradients read it."""
@@ -78,14 +76,22 @@ class Head:
         )
 
 
-def add_to_bias(bias: Tensor, g: Tensor, factors: Tensor | None, alpha: float) -> None:
-    """``bias (V,) += alpha * g.T @ factors`` for ``g (C, V)``; without factors they are 1."""
+def add_to_bias(
+    bias: Tensor, g: Tensor, factors: Tensor | None, alpha: float, scratch: Tensor
+) -> None:
+    """``bias (V,) += alpha * g.T @ factors`` for ``g (C, V)``; without factors they are 1.
+
+    Columns of two bytes are widened in ``scratch``, fp32.
+    """
     if factors is None:
         bias.add_(g.sum(0, dtype=torch.float32), alpha=alpha)
         return
-    for i in range(0, len(bias), _COLUMNS):
-        sums = torch.mv(g[:, i : i + _COLUMNS].float().t(), factors)
-        bias[i : i + _COLUMNS].add_(sums, alpha=alpha)
+    step = max(scratch.numel() // len(g), 1)
+    for i in range(0, len(bias), step):
+        some = g[:, i : i + step]
+        if some.dtype != torch.float32:
+            some = scratch[: some.numel()].view(some.shape).copy_(some)
+        bias[i : i + step].add_(torch.mv(some.t(), factors), alpha=alpha)
 
 
 def add_entries(

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fusedce.backends.plan import WEIGHT_ROWS
 from fusedce.backends.triton.launch import say_once
 
 
@@ -17,6 +16,7 @@ def product(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
     """The function to call with ``(a, b, out=c)`` for ``c = a @ b`` in float32."""
     if dtype == torch.float32:
         return torch.mm
+    widens(torch.addmm, device, dtype)  # asked now: later a graph's capture may not wait for it
     if widens(torch.mm, device, dtype):
         return functools.partial(torch.mm, out_dtype=torch.float32)
     if device.type != "cpu":
@@ -71,8 +71,8 @@ def add_product(
     factor: float = 1.0,
     largest: Tensor | None = None,  # () fp32: another factor
     *,
+    scratch: Tensor,  # fp32, for products that cannot be added in place
     first: bool = False,  # total is not yet written
-    scratch: Tensor | None = None,  # fp32, for products that cannot be added in place
 ) -> None:
     """``total (+)= factor * largest * a @ b``."""
     dtype, device, H = b.dtype, b.device, b.shape[1]
@@ -83,12 +83,10 @@ def add_product(
         asked = {} if same else {"out_dtype": torch.float32}
         torch.addmm(total, a, b, beta=0 if first else 1, alpha=factor, out=total, **asked)
         return
-    step = WEIGHT_ROWS
-    if scratch is not None:
-        step = max(scratch.numel() // H, 1)
+    step = max(scratch.numel() // H, 1)
     for begin in range(0, len(total), step):
         some = total[begin : begin + step]
-        if scratch is None or scratch.numel() < H:
+        if scratch.numel() < H:
             added = torch.empty(some.shape, dtype=torch.float32, device=device)
         else:
             added = scratch[: some.numel()].view_as(some)

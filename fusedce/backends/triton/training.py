@@ -199,13 +199,15 @@ class _Chunks(Head):
                     products, columns, entries, factors, rows, grads.hidden, begin, first, outer
                 )  # fmt: skip
         if grads.bias is not None:
-            add_to_bias(grads.bias, g, factors, alpha)
+            add_to_bias(grads.bias, g, factors, alpha, self.products)
         if grads.weight is not None:
             if self.scaled is None:
                 scaled, largest = scaled_by(h, factors)
             else:
                 scaled, largest = self.scaled[:C], None
-            add_product(grads.weight, g.t(), scaled, alpha, largest, first=first == 0)
+            add_product(
+                grads.weight, g.t(), scaled, alpha, largest, first=first == 0, scratch=self.products
+            )
         add_entries(grads.weight, grads.bias, columns, entries, h, V, outer)
         if grads.weight is not None and grads.weight.element_size() == 2:
             compile_for_sums(h.device, h.dtype, y.dtype, V, H, grads.bias is not None)

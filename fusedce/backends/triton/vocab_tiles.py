@@ -126,10 +126,14 @@ class _Walk(Head):
                     add_product(dh[rows], g, w, scratch=products)
                 if d_weight is not None:
                     alpha = 1.0 / self.amplify
-                    add_product(d_weight, g.t(), h[rows], alpha, largest, first=first == 0)
+                    begins = first == 0
+                    add_product(
+                        d_weight, g.t(), h[rows], alpha, largest, first=begins, scratch=products
+                    )
                 if grads.bias is not None:
                     factors = None if self.factors is None else self.factors[rows]
-                    add_to_bias(grads.bias[begin:end], g, factors, 1.0 / self.amplify)
+                    bias = grads.bias[begin:end]
+                    add_to_bias(bias, g, factors, 1.0 / self.amplify, products)
             if of_tile is not None and d_weight is not None and d_weight is not of_tile:
                 of_tile.copy_(d_weight)  # rounded once
 

@@ -35,6 +35,14 @@ def one_pass(hidden, weight, labels, **options):
     return *loss(Problem(hidden, weight, labels, **options), lse=lse), lse
 
 
+def test_rocm_merges_in_a_launch_of_its_own(monkeypatch, place):
+    """Its barriers order no stores of other waves."""
+    inputs = make(place, ignored=0.3)
+    expected = one_pass(*inputs)[:2]
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    torch.testing.assert_close(one_pass(*inputs)[:2], expected, rtol=STATISTIC, atol=0)
+
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -5,11 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedce import fused_ce
+from fusedce.backends import triton as backend
 from fusedce.backends.triton import archs
 from fusedce.backends.triton import products as of_cublas
 from fusedce.backends.triton.launch import input_precision, run
+from fusedce.contract.problem import Problem, Task, Wanted
 from fusedce.testing import Case, check
 
 
@@ -46,6 +49,27 @@ def test_rows_of_tiles_fill_the_processors(processors, least):
     blocks = [-(-n // 128) * -(-T // 256) for n in parts]
     assert sum(blocks) >= least * sum(-(-n // processors) for n in blocks) * processors
     assert archs.rows_in_waves(100, V, 4096, processors) == 100
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_chunk_is_widened_for_the_bias_in_the_buffer_of_the_plan(monkeypatch, dtype):
+    """The chunk in float32 would be 3.6 MB; the head in float32, for a CPU's product, is 1.5 MB."""
+    row = archs.BY_NAME["interpreter"]._replace(tile_elements=(2**16, 2**16))
+    monkeypatch.setattr(archs, "architecture", lambda device: row)
+    made = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+                made.append(out.untyped_storage().nbytes())
+            return out
+
+    hidden, weight, labels, bias = Case((300,), 128, 3000, dtype, with_bias=True).tensors()
+    problem = Problem(hidden, weight, labels, bias=bias, backend="triton")
+    with Sizes():
+        backend.loss_and_grads(Task(problem, Wanted(weight=True, bias=True)))
+    assert 0 < max(made) <= 2**21
 
 
 @pytest.mark.parametrize("arch", archs.ARCHITECTURES, ids=lambda row: row.name)
