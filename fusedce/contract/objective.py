@@ -56,13 +56,11 @@ class Upstream(NamedTuple):
 class Slopes(NamedTuple):
     """Derivatives of a token's loss, ``(n,)`` each or one number for all.
 
-    Their sum over a row of logits, ``nll * (p - onehot) + lse * p + zmean * c / V``, is the
-    gradient of the logits.
+    Their sum over a row of logits, ``nll * (p - onehot) + lse * p``, is its gradient.
     """
 
     nll: Tensor | float
     lse: Tensor | float
-    zmean: Tensor | float
 
 
 def folded(problem: Problem) -> Problem:
@@ -104,17 +102,11 @@ def slopes(
     y: Tensor,  # (n,) labels, in range
     lse: Tensor,  # (n,)
 ) -> Slopes:
-    """Derivatives of :func:`token_losses` by nll, lse and zmean."""
-    smoothing = problem.label_smoothing
-    by_nll: Tensor | float = 1 - smoothing
-    by_lse: Tensor | float = smoothing * _mean_class(problem) if smoothing else 0.0
-    by_zmean: Tensor | float = -smoothing
-    if problem.class_weight is not None:
-        by_nll = by_nll * problem.class_weight.to(lse)[y]
-    if problem.z_loss:
-        by_lse = by_lse + 2 * problem.z_loss * lse
-    w = 1.0 if problem.token_weight is None else problem.token_weight.to(lse)
-    return Slopes(w * by_nll, w * by_lse, w * by_zmean)
+    """Derivatives of :func:`token_losses` by nll and lse, without label smoothing."""
+    c, w = problem.class_weight, problem.token_weight
+    by_nll = 1.0 if c is None else c.to(lse)[y]
+    by_lse = 2 * problem.z_loss * lse if problem.z_loss else 0.0
+    return Slopes(by_nll, by_lse) if w is None else Slopes(w.to(lse) * by_nll, w.to(lse) * by_lse)
 
 
 def _mean_class(problem: Problem) -> Tensor | float:
