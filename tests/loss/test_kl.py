@@ -476,6 +476,14 @@ def test_the_loss_of_trl():
         torch.testing.assert_close(ours.loss_sum, theirs)
 
 
+@pytest.mark.parametrize(("beta", "kind"), [(0.0, "forward"), (1.0, "reverse")])
+def test_a_mixture_with_none_of_one_distribution_is_the_limit(beta, kind):
+    """As in TRL; the formula gives 0."""
+    args = Pair().tensors()[0][:4]
+    exact = fused_kl(*args, divergence=kind).loss_sum
+    assert fused_kl(*args, divergence="jsd", beta=beta).loss_sum == exact
+
+
 def test_cross_entropy_beside_it_is_the_ordinary_one():
     (*args, labels), _ = Pair(ignored=0.3).tensors()
     hidden, weight = args[:2]
