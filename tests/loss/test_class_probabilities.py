@@ -154,6 +154,8 @@ def test_a_masked_class():
     exact = reference_ce(*wide, bias=bias.double()).mean()
     torch.testing.assert_close(finite.double(), exact, rtol=STATISTIC, atol=0)
     assert fused_cross_entropy(hidden, weight, labels, bias=bias) == math.inf
+    little = labels.index_fill(1, torch.tensor(7), 1e-30)
+    assert fused_cross_entropy(hidden, weight, little, bias=bias) == math.inf
     hidden[3] = math.nan
     assert fused_cross_entropy(hidden, weight, without, bias=bias).isnan()
 

@@ -340,6 +340,10 @@ class _ToTargets(_Compared):
             write_labels(g, y, begin, at_label)
             if slope is not None:
                 g.mul_(slope)
+        bias, given = self.student.bias, cast(Tensor, self.divergence.probabilities)
+        if bias is not None and self.student.softcap is None:  # see `_impossible`
+            for some in chunks_of((bias <= -NEVER).nonzero()[:, 0], self.step):
+                apart.masked_fill_((given[chunk[:, None], some] > 0).any(1), math.inf)
         if shard is not None:
             (apart,) = sums([apart], shard)
         return of_all * nll + z_loss * lse.square() + apart, s
