@@ -79,7 +79,7 @@ class LossAccumulator(Metrics):
         On a GPU the error comes later, so that windows do not wait for the GPU: in ``metrics`` or
         ``state_dict``, and after 33 windows at the latest.
 
-    Collectives: each is an all-gather of 97 int64 from each rank on ``process_group`` (under gloo,
+    Collectives: each is an all-gather of 121 int64 from each rank on ``process_group`` (under gloo,
     on a new group of the same ranks). Streaming has one per window, in ``finish``. Declared counts
     have one when the window opens, which is awaited at its first ``scale``, and one when it ends.
     ``metrics`` has one if batches were ``add``-ed. There are none per micro-batch. A rank that
