@@ -52,7 +52,7 @@ class Head:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Lend the head its input as a :class:`Hidden`; ``None`` leaves it alone."""
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        if torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag:
             return _uncompiled(self, module, args)
         x = args[0] if len(args) == 1 else None
         reason = _why_not(x)
@@ -86,7 +86,7 @@ def _why_not(x: Any) -> str | None:
         return "its input is not (..., H) and floating"
     if x.dim() > 2 and x.shape[-2] == 1 and not torch.is_grad_enabled():
         return "generation asks for one position of each sequence, of which there is no loss"
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+    if torch.jit.is_tracing() or torch.compiler._is_exporting_flag:
         return "it is traced or exported"
     if torch._C._functorch.maybe_current_level() is not None:
         return "a transform of torch.func runs it"

@@ -9,7 +9,7 @@ import torch
 from support import parallel, ranks
 from support.bounds import SAME_MODEL, SAME_SUMS
 from support.loops import distance, windowed
-from support.versions import FSDP2_MEAN
+from support.versions import FSDP2_MEAN, PIPELINES_OVER_GLOO
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import (
@@ -78,6 +78,7 @@ def pipeline(kind, per_rank, streaming, rank):
 pipelines = ranks.shared({name: functools.partial(pipeline, *x) for name, x in PIPELINES.items()})
 
 
+@PIPELINES_OVER_GLOO
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_guarded_pipeline_is_right_or_refused_on_all_stages_where_it_divides_gradients(name):
     first, last = pipelines(name)

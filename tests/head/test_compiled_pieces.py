@@ -8,7 +8,6 @@ import torch._dynamo.testing
 import torch.nn.functional as F
 from support.attacks import both
 from support.heads import plain_model, tokens
-from support.versions import COMPILED_HEAD
 
 from fusedce import head_report, replace_loss_head
 
@@ -42,7 +41,6 @@ def test_inductor_is_handed_lazy_logits():
 # ---- compiled models ------------------------------------------------------------------------
 
 
-@COMPILED_HEAD
 def test_a_compiled_model_breaks_once_at_its_head_and_compiles_once_for_all_lengths(no_logits):
     from support.tiny_trainer import llama
 
@@ -59,7 +57,6 @@ def test_a_compiled_model_breaks_once_at_its_head_and_compiles_once_for_all_leng
     assert head_report(model).losses_fused == 7
 
 
-@COMPILED_HEAD
 def test_one_graph_is_refused_with_what_to_do():
     model = replace_loss_head(plain_model())
     torch._dynamo.reset()

@@ -12,8 +12,8 @@ FSDP2_MEAN = pytest.mark.skipif(
 )
 
 
-COMPILED_HEAD = pytest.mark.skipif(
-    TORCH < (2, 9), reason="torch 2.8 traces a replaced head as an export: the native one runs"
+PIPELINES_OVER_GLOO = pytest.mark.skipif(
+    TORCH == (2, 9), reason="over gloo, torch 2.9 aborts in any schedule of a pipeline"
 )
 
 
