@@ -269,9 +269,7 @@ def check(fn: Loss, case: Case, device: torch.device | str = "cpu") -> None:
     eps_acc = torch.finfo(wide).eps
     eps_out = torch.finfo(case.dtype).eps
     weights = case.weights(device)
-    amplitude = 1.0
-    for x in weights.values():
-        amplitude *= max(float(x.max()) if x.numel() else 0.0, 1.0)
+    amplitude = math.prod(max([1.0, *x.flatten().tolist()]) for x in weights.values())
     z_loss = case.options.get("z_loss", 0.0)
     amplitude *= 1 + 2 * z_loss * float(condition)
     # a log-sum-exp is rounded at its own size, up to the largest logit and log V

@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 # Classes whose loss the mixin replaces.
 _CROSS_ENTROPY = (("transformers", "Trainer"), ("trl", "SFTTrainer"))
-
-
 MONITORED = ("correct", "entropy")  # sums that the fused loss also computes, for the statistics
 
 
@@ -326,7 +324,6 @@ class TokenStats:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        # TRL's SFTTrainer logs the statistics always
         self.of_trl = hasattr(trainer, "_metrics") and hasattr(trainer, "_total_train_tokens")
         # (5,) float64 of each micro-batch: valid tokens, correct tokens, entropy in nats, tokens
         # that are no padding, auxiliary loss

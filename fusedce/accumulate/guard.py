@@ -106,6 +106,12 @@ class Guard:
         found = ((id(p), p.grad) for p in self._alive())
         return {i: _grad_of(x) for i, x in found if x is not None}
 
+    def ddp(self) -> list[DistributedDataParallel]:
+        """The DDP modules, of several ranks, inside the guarded modules."""
+        found = (x for module in self._modules for x in module.modules())
+        several = (x for x in found if isinstance(x, DistributedDataParallel))
+        return [x for x in several if dist.get_world_size(x.process_group) > 1]
+
     # ---- a window opens and ends ----------------------------------------------------------------
 
     def check_ready(self) -> None:
@@ -288,14 +294,6 @@ class Guard:
                 mantissa, exponent = torch.frexp(factors)
                 fits |= (mantissa == 0.5) & (exponent > 1)
         return ~fits.any(1), factors[:, 0].contiguous()
-
-    # ---- what it knows ----------------------------------------------------------------------
-
-    def ddp(self) -> list[DistributedDataParallel]:
-        """The DDP modules, of several ranks, inside the guarded modules."""
-        found = (x for module in self._modules for x in module.modules())
-        several = (x for x in found if isinstance(x, DistributedDataParallel))
-        return [x for x in several if dist.get_world_size(x.process_group) > 1]
 
 
 def _grad_of(x: Tensor) -> _Grad:

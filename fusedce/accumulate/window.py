@@ -182,13 +182,10 @@ class Window:
         at = counts.device
         rows = [_exchange.first(_exchange.BAD_LABEL, counts < 0, counts), self._means(counts)]
         if self.declared is not None:
-            declared, micro = (
-                _exchange.together(self.declared).to(at),
-                torch.arange(len(counts), device=at),
-            )
-            rows.append(
-                _exchange.first(_exchange.OTHER_COUNT, declared != counts, micro, declared, counts)
-            )
+            declared = _exchange.together(self.declared).to(at)
+            micro = torch.arange(len(counts), device=at)
+            wrong = declared != counts
+            rows.append(_exchange.first(_exchange.OTHER_COUNT, wrong, micro, declared, counts))
         if arrived := [m.arrived for m in self.done if m.arrived is not None]:
             factors = [m.upstreams for m in self.done if m.arrived is not None]
             wrong, factor = self._guard.unexpected(

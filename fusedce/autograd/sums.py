@@ -124,13 +124,8 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
     argmax = labels.new_empty(labels.shape if wanted.argmax else (0,), dtype=torch.int64)
     if divergence is None and not any(wanted.gradients()):
         return total, n_valid, argmax, *(total.new_empty(0) for _ in range(4))
-    return (
-        total,
-        n_valid,
-        argmax,
-        torch.empty_like(total),
-        *Gradients(problem, wanted, dtypes=waiting(problem), chunks=1).written(),
-    )
+    grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=1).written()
+    return total, n_valid, argmax, torch.empty_like(total), *grads
 
 
 class Attached(NamedTuple):

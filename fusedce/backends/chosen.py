@@ -43,9 +43,8 @@ def logprobs(z: Tensor, best: Tensor, nll: Tensor, valid: Tensor) -> Tensor:
 
 def one_class(problem: Problem, z: Tensor) -> Problem:
     """The problem with the likeliest of each token's classes as its label; ``z`` their logits."""
-    classes = problem.labels
     best = likeliest(z, problem.valid())
-    return problem.but(labels=classes.gather(1, best)[:, 0])
+    return problem.but(labels=problem.labels.gather(1, best)[:, 0])
 
 
 def with_what_is_left(problem: Problem, wanted: Wanted, shard: Shard | None) -> Problem:
@@ -72,7 +71,7 @@ def with_what_is_left(problem: Problem, wanted: Wanted, shard: Shard | None) -> 
 def chosen_logits(problem: Problem, classes: Tensor) -> Tensor:
     """``(N, K)`` fp32 or fp64 finished logits of ``classes (N, K)``; 0 at ignored entries."""
     head = Projection.of(problem)
-    valid, y = in_range(problem, classes)
+    valid, y = in_range(problem, classes, problem.weight.shape[0])
     z = problem.hidden.new_zeros(classes.shape, dtype=head.acc)
     budget, (N, K) = problem.memory_budget, classes.shape
     # A quarter of the budget, which others use as well; rows are held as they are and in float32.
@@ -108,15 +107,12 @@ def logits_of_classes(problem: Problem, shard: Shard | None) -> Tensor:
     return z.masked_fill_(valid & (classes != problem.labels), math.nan)
 
 
-def in_range(problem: Problem, classes: Tensor, V: int | None = None) -> tuple[Tensor, Tensor]:
+def in_range(problem: Problem, classes: Tensor, V: int) -> tuple[Tensor, Tensor]:
     """``(N, K)`` bool: entries of ``classes`` that count; and the classes, clamped to ``[0, V)``.
-
-    ``V``: the number of classes, where it is not that of the rows of ``weight``.
 
     Raises:
         ValueError: a class is out of range (on a CPU; elsewhere it is clamped, and its logit NaN).
     """
-    V = problem.weight.shape[0] if V is None else V
     valid = problem.but(labels=classes).valid()
     if classes.device.type == "cpu":
         used_tokens(problem.but(labels=classes.reshape(-1), token_weight=None), V)

@@ -146,8 +146,7 @@ class Gradients:
             dtype = acc if by_tiles else dtypes.hidden
             self.hidden = fill(hidden.shape, dtype=dtype, device=device)
         if wanted.weight:
-            narrow = by_tiles or chunks == 1
-            dtype = dtypes.weight if narrow else acc
+            dtype = dtypes.weight if by_tiles or chunks == 1 else acc
             fill = torch.empty if chunks else torch.zeros
             self.weight = fill(weight.shape, dtype=dtype, device=device)
         if wanted.bias and bias is not None:

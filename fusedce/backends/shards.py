@@ -78,9 +78,8 @@ class Tokens(NamedTuple):
             return problem
         w, t = problem.token_weight, problem.temperature
         assert problem.ignore_index is not None
-        hidden: Tensor = _Gathered.apply(problem.hidden, self)
         return problem.but(
-            hidden=hidden,
+            hidden=_Gathered.apply(problem.hidden, self),
             labels=self.gather(problem.labels, problem.ignore_index),
             token_weight=None if w is None else self.gather(w.double()),
             temperature=None if t is None else self.gather(t.double(), 1),

@@ -87,11 +87,13 @@ def token_losses(
     """``(n,)`` losses, differentiable in nll, lse and zmean."""
     loss = nll
     smoothing = problem.label_smoothing
-    if problem.class_weight is not None:
-        c = problem.class_weight.to(loss)[y]
+    weights = problem.class_weight
+    if weights is not None:
+        c = weights.to(loss)[y]
         loss = loss.masked_fill(c == 0, 0) * c  # not inf * 0
     if smoothing and zmean is not None:
-        loss = (1 - smoothing) * loss + smoothing * (_mean_class(problem) * lse - zmean)
+        mean: Tensor | float = 1.0 if weights is None else weights.mean(dtype=torch.float64)
+        loss = (1 - smoothing) * loss + smoothing * (mean * lse - zmean)
     if problem.z_loss:
         loss = loss + problem.z_loss * lse.square()
     return loss if problem.token_weight is None else loss * problem.token_weight.to(loss)
@@ -107,12 +109,6 @@ def slopes(
     by_nll = 1.0 if c is None else c.to(lse)[y]
     by_lse = 2 * problem.z_loss * lse if problem.z_loss else 0.0
     return Slopes(by_nll, by_lse) if w is None else Slopes(w.to(lse) * by_nll, w.to(lse) * by_lse)
-
-
-def _mean_class(problem: Problem) -> Tensor | float:
-    """Mean of the class weights, ``()`` float64; 1 without any."""
-    c = problem.class_weight
-    return 1.0 if c is None else c.mean(dtype=torch.float64)
 
 
 def weights_and_count(problem: Problem) -> tuple[Tensor, Tensor]:

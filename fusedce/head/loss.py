@@ -100,8 +100,7 @@ def _own_rows(grad: Tensor, like: Tensor) -> Tensor:
     """The part of a whole parameter's gradient that is this rank's, as a ``DTensor``."""
     with torch.enable_grad():
         leaf = like.detach().requires_grad_()
-        (found,) = torch.autograd.grad(whole(leaf), leaf, grad)
-    return found
+        return torch.autograd.grad(whole(leaf), leaf, grad)[0]
 
 
 # Whether code, and not a node of autograd, calls an operator of a passenger.
@@ -311,7 +310,7 @@ def _fused(
     x: LazyLogits, p: Rows, target: Tensor, weight: Tensor | None, ignore_index: int,
     reduction: Any, label_smoothing: float,
 ) -> Fused:  # fmt: skip
-    product, observer = x.expr.products[0], LossObserver.of_this_thread()
+    product, observer = x.expr.products[0], LossObserver.current.get()
     w, bias, sharded = p.weight, p.bias, is_vocabulary_shard(p.weight)
     if p.classes != slice(0, w.shape[0]) and not sharded:
         w, bias = w[p.classes], None if bias is None else bias[p.classes]
@@ -399,9 +398,7 @@ def _native_gradient(
     with torch.enable_grad():
         loss = func(z if z.dtype == torch.float64 else z.float(), target, *options)
         loss = loss if divisor is None else loss / divisor  # of ignored labels, torch's mean is NaN
-        found: Tensor
-        (found,) = torch.autograd.grad(loss, z, grad.to(loss.dtype), create_graph=again)
-    return found
+        return torch.autograd.grad(loss, z, grad.to(loss.dtype), create_graph=again)[0]
 
 
 LazyLogits.above[F.cross_entropy] = _cross_entropy

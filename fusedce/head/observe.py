@@ -106,6 +106,7 @@ class LossObserver:
         monitor: names of the sums to compute beside each loss.
 
     Attributes:
+        current: the observer that this thread has entered.
         losses: ``(loss_sum, n_valid, reduction)`` of each loss, in order.
         monitors: the sums that ``monitor`` names, in the same order
             (:class:`fusedce.contract.results.MonitoredLossSum`).
@@ -114,17 +115,12 @@ class LossObserver:
         RuntimeError: another observer is entered already.
     """
 
-    _current: ContextVar[LossObserver | None] = ContextVar("fusedce_observer", default=None)
+    current: ContextVar[LossObserver | None] = ContextVar("fusedce_observer", default=None)
 
     def __init__(self, denominator: Tensor | None = None, *, monitor: Collection[str] = ()) -> None:
         self.denominator, self.monitor = denominator, monitor
         self.monitors: list[Mapping[str, Tensor]] = []
         self.losses: list[tuple[Tensor, Tensor, str]] = []
-
-    @classmethod
-    def of_this_thread(cls) -> LossObserver | None:
-        """The observer that this thread has entered."""
-        return cls._current.get()
 
     def observe(self, out: LossSum, reduction: str) -> None:
         """Collect one loss."""
@@ -134,13 +130,13 @@ class LossObserver:
             self.monitors.append(out.monitors)
 
     def __enter__(self) -> LossObserver:
-        if self._current.get() is not None:
+        if self.current.get() is not None:
             raise RuntimeError("a LossObserver is entered already: leave its block first")
-        self._current.set(self)
+        self.current.set(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._current.set(None)
+        self.current.set(None)
 
 
 def model_loss(model: Any, batch: Mapping[str, Any]) -> LossSum:

@@ -49,10 +49,6 @@ class Rows(NamedTuple):
 Rule = Callable[..., Rows | None]  # of rows, the shape after the operator, and its other arguments
 
 
-def _same(p: Rows, after: Shape, *_: Any, **__: Any) -> Rows | None:
-    return p
-
-
 def _cast(p: Rows, after: Shape, dtype: Any = None, **_: Any) -> Rows | None:
     if dtype is None:
         return p
@@ -151,7 +147,7 @@ def _plus(p: Rows, after: Shape, other: Any, *, alpha: float = 1) -> Rows | None
 
 RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default,
-                     aten.lift_fresh.default), _same),
+                     aten.lift_fresh.default), lambda p, *_, **__: p),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default,
                      aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
                      aten.unsqueeze.default), _reshape),

@@ -288,10 +288,9 @@ def build(model_class: type[nn.Module], config: PretrainedConfig, *, steps: bool
         try:
             model = _attempted(model_class, config, attempt, steps)
             run(model, batch(model.config))
+            return model
         except Exception as problem:  # model code may fail at such small sizes
             first = first or f"{type(problem).__name__}: {str(problem).strip().splitlines()[:1]}"
-            continue
-        return model
     raise UserError(
         f"{model_class.__name__} could not be built small: {first}. With weights in a folder, "
         f"fusedce check FOLDER --full runs the model as it is"

@@ -85,9 +85,7 @@ def _read_config(model: str) -> PretrainedConfig:
     if not here and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
         raise UserError(f"there is no folder or file {model!r} here")
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            model, local_files_only=here, trust_remote_code=False
-        )
+        return AutoConfig.from_pretrained(model, local_files_only=here, trust_remote_code=False)
     except (ValueError, KeyError, OSError, ImportError) as problem:
         why = str(problem).strip().split("\n")[0]
         if here:
@@ -97,7 +95,6 @@ def _read_config(model: str) -> PretrainedConfig:
             f"Hugging Face hub ({why}). Where the hub can be reached: "
             f"hf download {model} config.json --local-dir {Path(model).name}; then give that folder"
         ) from None
-    return config
 
 
 def load(model: str) -> nn.Module:
@@ -111,13 +108,10 @@ def load(model: str) -> nn.Module:
         raise UserError(f"--full loads weights, and there are none in {model}")
     kind: Any = class_of(model, config_of(model))
     try:
-        loaded: nn.Module = kind.from_pretrained(
-            model, local_files_only=True, trust_remote_code=False
-        )
+        return kind.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError) as problem:
         why = str(problem).strip().split("\n")[0]
         raise UserError(f"cannot load {model}: {why}") from None
-    return loaded
 
 
 def class_of(model: str, config: PretrainedConfig) -> type[nn.Module]:

@@ -335,8 +335,8 @@ def test_a_bad_class_is_nan_where_labels_are_not_read(monkeypatch):
     hidden, weight = torch.randn(2, 4), torch.randn(7, 4)
     classes = torch.tensor([[1, 7], [-100, 3]])
 
-    def unread(problem, classes):
-        return classes != -100, classes.clamp(0, 6)
+    def unread(problem, classes, V):
+        return classes != -100, classes.clamp(0, V - 1)
 
     monkeypatch.setattr(class_logits, "in_range", unread)
     z = class_logits.chosen_logits(Problem(hidden, weight, classes[:, 0]), classes)

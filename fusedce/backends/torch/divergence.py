@@ -79,11 +79,8 @@ def divergence_and_grads(task: Task) -> Summed:
     hidden, device = problem.hidden, problem.hidden.device
     products = Products.of(hidden)
     acc, gemm = products.acc, products.gradients
-    way = way_of(
-        call.beside(divergence.teacher_size()),
-        chunk_tokens=problem.chunk_tokens,
-        memory_budget=problem.memory_budget,
-    )
+    of_both = call.beside(divergence.teacher_size())
+    way = way_of(of_both, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget)
     parts = chunks_of(rows, way.tokens)
     grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=len(parts))
     compared = (_ToTargets if divergence.kind == TARGETS else _ToTeacher)(

@@ -96,11 +96,8 @@ def token_grads(
     products = logits.products
     acc, gemm = products.acc, products.gradients
     rows = (problem.valid() & upstream.used).nonzero()[:, 0]
-    way = tiles_of(
-        call_of(problem, wanted, len(rows), dtypes),
-        chunk_tokens=problem.chunk_tokens,
-        memory_budget=problem.memory_budget,
-    )
+    call = call_of(problem, wanted, len(rows), dtypes)
+    way = tiles_of(call, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget)
     grads = Gradients(problem, wanted, dtypes=dtypes, chunks=len(rows), by_tiles=True)
     blocks = [_Block.of(problem, b, lse, upstream) for b in blocks_of(rows, way.tokens)]
     sums = None  # (T, H), of a tile's rows of the weight gradient
