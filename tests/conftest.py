@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 # The same examples on every machine and day, and the line that repeats a failure with it;
@@ -83,6 +84,14 @@ def no_logits(monkeypatch):
         raise AssertionError("real logits were computed")
 
     monkeypatch.setattr(Product, "logits", logits)
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.hookimpl(tryfirst=True)

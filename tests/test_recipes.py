@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support import ranks
 from support.bounds import STATISTIC, errs_like, in_float64
+from support.oracle import token_stats
 
 from fusedce import fused_logprobs, fused_topk, recipes
 
@@ -24,13 +25,6 @@ def inputs(seed=0):
     labels[:, 0] = -100  # a prompt
     labels[2, 3:] = -100  # a shorter answer
     return hidden, weight, labels
-
-
-def eager_stats(hidden, weight, labels):
-    log_p = F.linear(hidden, weight).log_softmax(-1)
-    used = labels != -100
-    logprob = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0].where(used, 0)
-    return logprob, (-(log_p.exp() * log_p).sum(-1)).where(used, 0)
 
 
 def check(ours, eager, leaves, **bound):
@@ -60,7 +54,7 @@ def test_grpo(backend, name):
     labels[3] = -100  # an answer without tokens
     used = labels != -100
     stats = fused_logprobs(hidden, weight, labels, backend=backend)
-    logprob, _ = eager_stats(hidden, weight, labels)
+    logprob, *_ = token_stats(hidden, weight, labels)
     rng = torch.Generator().manual_seed(2)
     sampled, reference = (
         logprob.detach() + spread * torch.randn(B, T, generator=rng) for spread in (0.3, 0.1)
@@ -72,7 +66,7 @@ def test_grpo(backend, name):
     )  # fmt: skip
 
     def eager(hidden, weight):
-        logprob, entropy = eager_stats(hidden, weight, labels)
+        logprob, entropy, *_ = token_stats(hidden, weight, labels)
         log_ratio, lengths = logprob - sampled, used.sum(1).clamp(min=1)
         if name == "gspo":
             log_ratio = ((log_ratio * used).sum(1) / lengths)[:, None].expand(B, T)
@@ -163,10 +157,10 @@ def test_pairs(backend, smoothing, name):
         ours = recipes.cpo_loss(policy, label_smoothing=smoothing, **options)
 
     def eager(hidden, weight):
-        found = eager_stats(hidden, weight, labels)[0].sum(-1)
+        found = token_stats(hidden, weight, labels)[0].sum(-1)
         if of == "ratio":
             of_frozen = (x.to(hidden.dtype) for x in (frozen, frozen_weight))
-            found = found - eager_stats(*of_frozen, labels)[0].sum(-1).detach()
+            found = found - token_stats(*of_frozen, labels)[0].sum(-1).detach()
         elif of == "mean":
             found = found / lengths
         c, r = found[:2], found[2:]
@@ -186,7 +180,7 @@ def test_odds_of_a_sure_answer_are_finite():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kto(backend):
     hidden, weight, labels = inputs()
-    reference = eager_stats(*inputs(1)[:2], labels)[0].sum(-1).detach()
+    reference = token_stats(*inputs(1)[:2], labels)[0].sum(-1).detach()
     desirable = torch.tensor([True, False, False, True])
     policy = fused_logprobs(hidden, weight, labels, backend=backend).logprob.sum(-1)
     for divergence in (torch.tensor(0.7), torch.tensor(-0.7)):
@@ -196,7 +190,7 @@ def test_kto(backend):
         at_least_0 = max(divergence.item(), 0)
 
         def eager(hidden, weight, d=at_least_0):
-            r = eager_stats(hidden, weight, labels)[0].sum(-1) - reference
+            r = token_stats(hidden, weight, labels)[0].sum(-1) - reference
             good, bad = 1 - torch.sigmoid(0.2 * (r - d)), 1 - torch.sigmoid(0.2 * (d - r))
             return (good[desirable].sum() + 1.5 * bad[~desirable].sum()) / B
 
@@ -210,7 +204,7 @@ def test_token_scaled(backend):
     logprob = fused_logprobs(hidden, weight, labels, backend=backend).logprob
 
     def eager(hidden, weight):
-        found = eager_stats(hidden, weight, labels)[0]
+        found = token_stats(hidden, weight, labels)[0]
         return -(found.exp().detach() * found)[used].sum() / used.sum()
 
     ours = recipes.token_scaled_loss(logprob, used.float())  # numbers are a mask, too

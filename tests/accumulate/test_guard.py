@@ -21,7 +21,7 @@ from support.loops import (
     weight_and_grad,
     windowed,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.operators import Calls
 from torch.utils.hooks import RemovableHandle
 
 from fusedce import LossAccumulator, fused_ce
@@ -390,14 +390,6 @@ def test_windows_leave_no_hooks_behind():
     assert hooks() == before
 
 
-class Counting(TorchDispatchMode):
-    n = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.n += 1
-        return function(*args, **(kwargs or {}))
-
-
 def operations(streaming, n):
     """Tensor operations of a window of ``n`` micro-batches, and of divisions by a number."""
     p = torch.nn.Parameter(torch.ones(3))
@@ -409,9 +401,9 @@ def operations(streaming, n):
         for loss, n_valid in outs:
             (loss / 5.0).backward() if streaming is None else acc.backward((loss, n_valid))
 
-    with Counting() as counted:
+    with Calls() as calls:
         loop() if streaming is None else windowed(acc, streaming, p, [5] * n, loop)
-    return counted.n
+    return len(calls.seen)
 
 
 @WAYS

@@ -146,22 +146,14 @@ def test_a_copy_goes_on_by_itself(copied):
         copied(acc)
 
 
-@pytest.fixture
-def world():
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-def test_a_process_group_is_not_pickled(world):
-    acc = LossAccumulator(world)
+def test_a_process_group_is_not_pickled(one_rank):
+    acc = LossAccumulator(dist.group.WORLD)
     assert copy.deepcopy(acc).state_dict() == acc.state_dict()
     with pytest.raises(TypeError, match="process group cannot be pickled"):
         pickle.dumps(acc)
 
 
-def test_a_process_group_that_is_gone_is_named(world):
+def test_a_process_group_that_is_gone_is_named(one_rank):
     group = dist.new_group([0])
     acc, (hidden, labels) = LossAccumulator(group), batches([3])[0]
     dist.destroy_process_group(group)

@@ -1,5 +1,6 @@
 """The compiled forward kernel has the values of the interpreted tests, and no hazard."""
 
+import functools
 import os
 import re
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.bounds import STATISTIC
+from support.bounds import STATISTIC, in_float64
 from support.compiled import (
     ARCHS,
     BF16,
@@ -18,6 +19,7 @@ from support.compiled import (
     TWO_BYTES,
     assert_same_bits_in_every_order,
 )
+from support.oracle import finished_logits
 
 import fusedce
 from fusedce.backends.triton import archs
@@ -27,10 +29,7 @@ from fusedce.testing import Case, check
 
 ROOT = Path(__file__).parents[2]
 OF_LSE = {"rtol": STATISTIC, "atol": STATISTIC}
-
-
-def forward(hidden, weight, labels, **options):
-    return fusedce.fused_ce(hidden, weight, labels, backend="triton", **options)
+forward = functools.partial(fusedce.fused_ce, backend="triton")
 
 
 def case(N, H, V, dtype=BF16, **more):
@@ -44,10 +43,8 @@ def lse_of(hidden, weight, labels, blocks=None, **options):
     return lse, total, n_valid
 
 
-def exact_lse(hidden, weight, bias=None, softcap=None, logit_scale=1.0):
-    z = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
-    z = z * logit_scale
-    return (z if softcap is None else softcap * torch.tanh(z / softcap)).logsumexp(1)
+def exact_lse(hidden, weight, bias=None, **options):
+    return finished_logits(*in_float64(hidden, weight, bias), **options).logsumexp(1)
 
 
 def in_blocks(gpu, dtype=BF16, **fields):

@@ -1,5 +1,7 @@
 """Per-token statistics and their gradients as they are compiled, against float64."""
 
+import functools
+
 import pytest
 import torch
 from support import oracle
@@ -95,16 +97,8 @@ def test_a_row_has_the_same_statistics_in_every_batch(on, arch):
             assert a.equal(b[rows])
 
 
-def by_tiles(hidden, weight, labels, **options):
-    """``reduction="none"``, whose backward goes by tiles of the vocabulary."""
-    loss = fusedce.fused_cross_entropy(
-        hidden, weight, labels, reduction="none", backend="triton", **options
-    )
-    return loss.sum(), (labels != -100).sum()
-
-
-def by_budget(hidden, weight, labels, **options):
-    return fusedce.fused_ce(hidden, weight, labels, backend="triton", **options)
+by_tiles = functools.partial(oracle.by_token, backend="triton")
+by_budget = functools.partial(fusedce.fused_ce, backend="triton")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import fusedce
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
+DOCS, RESULTS = ROOT / "docs", ROOT / "bench" / "results"
 TEXTS = {str(page.relative_to(DOCS)): page.read_text() for page in sorted(DOCS.rglob("*.md"))}
 FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Files of examples, which tests/examples runs. Their fence is one that ruff does not format.
@@ -120,35 +120,31 @@ def test_other_words_and_other_numbers_are_seen():
     assert not same("loss 1.000", "gain 1.000")
 
 
-def test_tables_are_those_of_the_committed_measurements(tmp_path, monkeypatch):
-    """The page holds the tables that `bench/report.py` would write."""
+@pytest.mark.parametrize(
+    ("page", "tables", "script", "data"),
+    [
+        ("benchmarks.md", r"\w+ cpu[\w-]*", "report", "loss-cpu*.json"),
+        ("denominator.md", "smollm cpu", "accumulation", ""),
+    ],
+)
+def test_tables_are_those_of_the_committed_measurements(
+    tmp_path, monkeypatch, page, tables, script, data
+):
+    """The page holds the tables that a script of `bench` would write."""
     monkeypatch.syspath_prepend(ROOT / "bench")
-    import report
-
-    page = (DOCS / "benchmarks.md").read_text()
-    copy = tmp_path / "benchmarks.md"
-    copy.write_text(
-        re.sub(r"(<!-- \w+ cpu[\w-]* -->\n).*?(?=<!-- end)", r"\1", page, flags=re.DOTALL)
-    )
-    data = sorted(map(str, (ROOT / "bench" / "results").glob("loss-cpu*.json")))
-    monkeypatch.setattr(sys, "argv", ["report.py", *data, "--readme", str(copy)])
-    assert report.main() == 0
-    assert copy.read_text() == page
-    assert page.count("| fused_ce") > 5
+    text, copy = TEXTS[page], tmp_path / page
+    empty, count = re.subn(rf"(<!-- {tables} -->\n).*?(?=<!-- end)", r"\1", text, flags=re.DOTALL)
+    copy.write_text(empty)
+    files = sorted(map(str, RESULTS.glob(data))) if data else []
+    monkeypatch.setattr(sys, "argv", [script, *files, "--readme", str(copy)])
+    assert not importlib.import_module(script).main()
+    assert count
+    assert copy.read_text() == text
 
 
-def test_the_table_of_real_weights_is_that_of_the_committed_measurement(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "bench")
-    import accumulation
-
-    page = (DOCS / "denominator.md").read_text()
-    copy = tmp_path / "denominator.md"
-    copy.write_text(re.sub(r"(<!-- smollm cpu -->\n).*?(?=<!-- end)", r"\1", page,
-                           flags=re.DOTALL))  # fmt: skip
-    monkeypatch.setattr(sys, "argv", ["accumulation.py", "--readme", str(copy)])
-    accumulation.main()
-    assert copy.read_text() == page
-    runs = json.loads((ROOT / "bench/results/finetune-smollm-cpu.json").read_text())["runs"]
+def test_what_is_said_of_the_measurements_holds():
+    assert TEXTS["benchmarks.md"].count("| fused_ce") > 5
+    runs = json.loads((RESULTS / "finetune-smollm-cpu.json").read_text())["runs"]
     assert 1000 * runs["fused 1x8"]["logged_gap"] < runs["naive 1x8"]["logged_gap"]
 
 

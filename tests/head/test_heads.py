@@ -65,8 +65,6 @@ def test_what_is_no_head(head, message):
 
 
 def test_what_is_no_model():
-    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got int"):
-        replace_loss_head(3)
     with pytest.raises(ValueError, match="must have a linear output head"):
         replace_loss_head(nn.ReLU())
 

@@ -29,15 +29,10 @@ def run(model):
     return model(input_ids=ids, labels=ids).loss
 
 
-@pytest.fixture(scope="module")
-def sweep():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[2] / "bench")
-        return importlib.import_module("sweep_heads")
-
-
 @pytest.mark.parametrize("model_type", CLASSES)
-def test_classes_of_transformers(sweep, model_type):
+def test_classes_of_transformers(monkeypatch, model_type):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
+    sweep = importlib.import_module("sweep_heads")
     names = sweep.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if model_type not in names:
         pytest.skip(f"this transformers has no causal LM {model_type}")
@@ -129,21 +124,15 @@ def test_a_resized_vocabulary_stays_replaced(no_logits):
     assert decoder(input_ids=tokens(2, 9)).last_hidden_state.shape[:2] == (2, 9)
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """The memory budgets of the losses that are computed."""
-    budgets = []
+def test_a_memory_budget_is_that_of_the_loss_and_of_heads_that_come_later(monkeypatch):
+    asked = []
 
     def watched(call, **options):
         if options["memory_budget"] is not None:
-            budgets.append(options["memory_budget"])
+            asked.append(options["memory_budget"])
         return plan.way_of(call, **options)
 
     monkeypatch.setattr(training, "way_of", watched)
-    return budgets
-
-
-def test_a_memory_budget_is_that_of_the_loss_and_of_heads_that_come_later(asked):
     model = replace_loss_head(llama(), memory_budget=2**26)
     run(model).backward()
     model.resize_token_embeddings(V + 7)

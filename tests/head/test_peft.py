@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.bounds import SAME_MODEL, STATISTIC, same_model
+from support.operators import Calls
 from support.tiny_trainer import V, llama
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fusedce import head_report, replace_loss_head
@@ -107,26 +107,13 @@ def test_merging_before_a_look_is_a_change():
         logits.argmax(-1)
 
 
-class Calls(TorchDispatchMode):
-    """Arguments and results of the operators of fusedce."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func.namespace == "fusedce":
-            self.seen.append((args, out))
-        return out
-
-
 def test_frozen_head_costs_no_weight_gradient():
     """The operator is given the weight itself, and returns no gradient of its size."""
     model = replace_loss_head(adapted())
     weight = model.get_output_embeddings().weight
     with Calls() as calls:
         loss_and_grads(model)
-    given = [a for args, _ in calls.seen for a in args if getattr(a, "shape", 0) == weight.shape]
+    ours = [seen for seen in calls.seen if seen[0].namespace == "fusedce"]
+    given = [a for _, args, _ in ours for a in args if getattr(a, "shape", 0) == weight.shape]
     assert {a.data_ptr() for a in given} == {weight.data_ptr()}
-    assert all(t.shape != weight.shape for _, out in calls.seen for t in tree_leaves(out))
+    assert all(t.shape != weight.shape for *_, out in ours for t in tree_leaves(out))

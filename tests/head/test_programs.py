@@ -56,15 +56,6 @@ def _scale_unseen(x, more):
         t.mul_(0.5)
 
 
-@pytest.fixture(scope="module")
-def group(tmp_path_factory):
-    """A process group of one rank, whose collectives write as no schema declares."""
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @functools.cache
 def compiled(name):
     """Trainers compile their loss."""
@@ -403,7 +394,7 @@ AROUND = {
 }
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.filterwarnings("ignore")
@@ -415,7 +406,7 @@ def test_each_instruction(around, mode):
         check((steps, "mean", "none", i % 2 == 0), mode)  # with a bias and without
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.filterwarnings("ignore")
 @settings(
@@ -479,7 +470,7 @@ UNSEEN = [
 ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("write", UNSEEN, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("mode", MODES)
 def test_an_unseen_write_counts(write, mode):

@@ -1,5 +1,7 @@
 """The Triton kernels: odd shapes under the interpreter, real compilation for every architecture."""
 
+import dataclasses
+import functools
 import itertools
 import json
 import subprocess
@@ -33,11 +35,8 @@ def test_odd_shapes_match_the_reference(N, H, V):
             options={"softcap": 5.0, "logit_scale": 0.7},
         )  # fmt: skip
         for need in ((), ("hidden", "weight", "bias")):
-
-            def fn(*args, **kwargs):
-                return fusedce.fused_ce(*args, backend="triton", chunk_tokens=40, **kwargs)
-
-            check(fn, Case(**{**vars(case), "requires_grad": need}))
+            fn = functools.partial(fusedce.fused_ce, backend="triton", chunk_tokens=40)
+            check(fn, dataclasses.replace(case, requires_grad=need))
 
 
 @pytest.mark.parametrize("bad", [slow(-7), 300, slow(2**31 - 1)])

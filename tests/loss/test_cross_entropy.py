@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.bounds import errs_like, in_float64
 from support.oracle import cross_entropy
+from support.params import slow
 
 from fusedce import fused_cross_entropy
 
@@ -26,9 +27,8 @@ def inputs(leading=(11,), H=12, V=37, dtype=torch.float32, seed=0):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize(
     ("smoothing", "weighted"),
-    [(0.0, False), pytest.param(0.0, True, marks=pytest.mark.slow),
-     pytest.param(0.3, False, marks=pytest.mark.slow), (0.3, True)],
-)  # fmt: skip
+    [(0.0, False), slow(0.0, True), slow(0.3, False), (0.3, True)],
+)
 def test_parity_with_torch(backend, reduction, smoothing, weighted):
     """1-D, 2-D and 3-D hidden; ignored: nothing, a negative number, a real class."""
     every = itertools.product([(), (11,), (3, 5)], [-100, -1, 2])
@@ -79,7 +79,7 @@ def differ_at_most_as_eagers(leaves, labels, upstreams, **options):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("smoothing", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
+@pytest.mark.parametrize("smoothing", [slow(0.0), 0.1])
 def test_token_losses_take_any_upstream(backend, dtype, smoothing):
     """Factors of many sizes and both signs, through a mask, and of 0, whose tokens have no part."""
     *leaves, labels = inputs((90,), 40, 333, dtype)

@@ -1,7 +1,6 @@
 """Divergences from a teacher: against their definition, near equality, and errors."""
 
 import math
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -9,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.bounds import STATISTIC, errs_like, logit_rounding
+from support.bounds import STATISTIC, errs_like, in_float64, logit_rounding
+from support.pairs import EVERYTHING, Pair
 from support.params import slow
 from torch import Tensor
 
@@ -26,10 +26,6 @@ KINDS_AND_BACKENDS = [
     *((kind, "torch") for kind in KINDS), slow("forward", "triton"), slow("reverse", "triton"),
     ("jsd", "triton"),
 ]  # fmt: skip
-EVERYTHING = {
-    "temperature": 1.7, "softcap": 5.0, "teacher_softcap": 8.0, "logit_scale": 0.7,
-    "teacher_logit_scale": -1.3, "ce_weight": 0.4, "beta": 0.3,
-}  # fmt: skip
 
 
 def ours(backend):
@@ -40,10 +36,6 @@ def summed_by_token(*tensors, **options):
     """The same sum from the losses of the tokens: backward computes the logits again."""
     tokens = fused_kl_tokens(*tensors, **options)
     return tokens.sum(), (tensors[4] != -100).sum()
-
-
-def wide(tensors):
-    return [x.double() if x.is_floating_point() else x for x in tensors]
 
 
 # ---- random pairs -------------------------------------------------------------------------------
@@ -57,63 +49,6 @@ NUMBERS: dict[str, tuple[float, ...]] = {
     "ce_weight": (0.3, -1.0),
     "beta": (0.0, 0.1, 1.0),
 }
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A student and a teacher, described by numbers so that a failure can be read and replayed.
-
-    Attributes:
-        N, H, teacher_H, V: positions, hidden sizes, vocabulary size.
-        dtype, teacher_dtype: of each head; ``None``: the student's.
-        ignored: share of ignored labels, 0 to 1; both hidden states hold NaN there.
-        spread: standard deviation of the logits.
-        bias, token_weight: give these to the loss; weights have both signs, and some are 0.
-        options: further keyword arguments of the loss.
-        seed: of the random numbers.
-    """
-
-    N: int = 9
-    H: int = 12
-    teacher_H: int = 20
-    V: int = 131
-    dtype: torch.dtype = torch.float32
-    teacher_dtype: torch.dtype | None = None
-    ignored: float = 0.0
-    spread: float = 1.0
-    bias: bool = False
-    token_weight: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
-
-    def tensors(self) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """``(hidden, weight, teacher_hidden, teacher_weight, labels)`` and keyword arguments."""
-        rng = torch.Generator().manual_seed(self.seed)
-        of_teacher = self.teacher_dtype or self.dtype
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=rng)
-
-        hidden = draw(self.N, self.H) * self.spread / self.H**0.5
-        there = draw(self.N, self.teacher_H) * self.spread / self.teacher_H**0.5
-        labels = torch.randint(self.V, (self.N,), generator=rng)
-        ignored = torch.rand(self.N, generator=rng) < self.ignored
-        labels[ignored] = -100
-        hidden[ignored] = there[ignored] = math.nan
-        options = dict(self.options)
-        if self.bias:
-            options["bias"] = draw(self.V).to(self.dtype)
-            options["teacher_bias"] = draw(self.V).to(of_teacher)
-        if self.token_weight:
-            options["token_weight"] = draw(self.N) * (torch.rand(self.N, generator=rng) < 0.7)
-        tensors = (
-            hidden.to(self.dtype),
-            draw(self.V, self.H).to(self.dtype),
-            there.to(of_teacher),
-            draw(self.V, self.teacher_H).to(of_teacher),
-            labels,
-        )
-        return tensors, options
 
 
 @st.composite
@@ -148,8 +83,8 @@ def check_pair(fn: Loss, pair: Pair) -> None:
     """
     tensors, options = pair.tensors()
     loss, n_valid, grads = gradients_of(fn, tensors, options)
-    wide = tuple(x.double() if x.is_floating_point() else x for x in tensors)
-    wide_options = {k: x.double() if isinstance(x, Tensor) else x for k, x in options.items()}
+    wide = in_float64(*tensors)
+    wide_options = dict(zip(options, in_float64(*options.values()), strict=True))
     exact, count, exact_grads = gradients_of(reference_kl, wide, wide_options)
     eager = partial(reference_kl, dtype=torch.float32)
     _, _, eager_grads = gradients_of(eager, tensors, options)
@@ -305,7 +240,7 @@ def test_nearly_equal_distributions_do_not_cancel(kind, backend):
     weight = torch.randn(1200, 32, generator=rng)
     apart = (1.4e-3 if kind != "jsd" else 2.8e-3) * torch.randn(1200, generator=rng)
     args = (hidden, weight, hidden, weight)
-    exact = reference_kl(*wide(args), divergence=kind, teacher_bias=apart.double())
+    exact = reference_kl(*in_float64(*args), divergence=kind, teacher_bias=apart.double())
     assert 3e-7 < exact.mean() < 3e-6  # the inputs are nearly equal, but not quite
     ours = fused_kl(*args, divergence=kind, teacher_bias=apart, backend=backend)
     # roundings of logits of size 1, relative to the distance of both, which is squared
@@ -335,7 +270,7 @@ def test_logits_far_above_the_first_tile(kind):
         for name, loss, inputs in (
             ("ours", partial(fused_kl, backend="torch"), args),
             ("eager", partial(reference_kl, dtype=torch.float32), args),
-            ("exact", reference_kl, wide(args)),
+            ("exact", reference_kl, in_float64(*args)),
         ):
             sums[name].append(loss(*inputs, divergence=kind).loss_sum)
     errs_like(*(torch.stack(x) for x in sums.values()), times=0.25, roundings=0)
@@ -349,7 +284,7 @@ def test_differences_of_logits_are_not_those_of_log_probabilities(kind, backend)
     weight = torch.randn(200, 8, generator=rng)
     apart = 1.4e-3 * torch.randn(200, generator=rng)
     exact = torch.stack([
-        reference_kl(*wide((h, weight, h, weight)), divergence=kind,
+        reference_kl(*in_float64(h, weight, h, weight), divergence=kind,
                      teacher_bias=apart.double()).loss_sum
         for h in hidden.split(1)
     ])  # fmt: skip
@@ -373,7 +308,7 @@ def test_a_masked_class(kind, backend):
         args = (hidden, weight, there, head)
         ours = fused_kl(*args, divergence=kind, backend=backend, **options).loss_sum
         exact = reference_kl(
-            *wide(args), divergence=kind, **{k: x.double() for k, x in options.items()}
+            *in_float64(*args), divergence=kind, **{k: x.double() for k, x in options.items()}
         ).loss_sum
         rounding = logit_rounding(hidden, weight) + logit_rounding(there, head)
         close = {"rtol": STATISTIC, "atol": len(hidden) * rounding}
@@ -522,18 +457,3 @@ def test_what_is_wrong_is_said(name):
     spoil(args, options)
     with pytest.raises((TypeError, ValueError), match=message):
         fused_kl(*args, **options)
-
-
-def test_bad_label_on_a_device_is_nan(monkeypatch):
-    """A GPU gives a NaN and an error code, and no device assert."""
-    from fusedce.backends.triton import divergence
-
-    monkeypatch.setattr(divergence, "raise_on_cpu", lambda *args: None)
-    (*args, labels), _ = Pair().tensors()
-    labels[4] = 1000
-    out = fused_kl(args[0].requires_grad_(), *args[1:], labels, backend="triton")
-    (grad,) = torch.autograd.grad(out.loss_sum, args[0])
-    assert out.loss_sum.isnan()
-    assert out.n_valid < 0
-    assert grad[4].isnan().all()
-    assert grad[3].isfinite().all()

@@ -17,6 +17,7 @@ import torch
 from support.bounds import SAME_SUMS
 from support.copies import COPIES
 from support.heads import ce, loss_and_grads, plain_model, tokens
+from support.params import slow
 from torch.utils.checkpoint import checkpoint
 
 import fusedce
@@ -191,9 +192,7 @@ SLOW = ("gradcheck", "compile", "export")  # half a second for each function
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        pytest.param(
-            name, way, marks=[pytest.mark.slow] if way in SLOW and name in NAMES[2:] else []
-        )
+        slow(name, way) if way in SLOW and name in NAMES[2:] else (name, way)
         for name in NAMES
         for way in WAYS
     ],

@@ -20,12 +20,6 @@ from fusedce.contract.problem import Problem, Shard, Wanted
 N, H, V = 12, 8, 10
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    monkeypatch.setattr(Shard, "group", None)
-    monkeypatch.setattr(shards, "all_gather", lambda x, group: torch.cat([x, x]))
-
-
 class Launched:
     """A kernel that does nothing."""
 
@@ -35,8 +29,9 @@ class Launched:
         return lambda *_, **__: None
 
 
-@pytest.fixture
-def nothing_launched(monkeypatch):
+def test_nothing_waits_for_the_losses_of_tokens(monkeypatch):
+    monkeypatch.setattr(Shard, "group", None)
+    monkeypatch.setattr(shards, "all_gather", lambda x, group: torch.cat([x, x]))
     for name, module in list(sys.modules.items()):
         if name.startswith("fusedce.backends.triton."):
             for kernel in (x for x in vars(module) if x.endswith("_kernel")):
@@ -44,9 +39,6 @@ def nothing_launched(monkeypatch):
             monkeypatch.setattr(module, "on", lambda device: nullcontext(), raising=False)
     cpu = BY_NAME["interpreter"]
     monkeypatch.setattr(archs, "architecture", lambda device: cpu)
-
-
-def test_nothing_waits_for_the_losses_of_tokens(alone, nothing_launched):
     problem = Problem(
         torch.empty(N, H, device="meta"),
         torch.empty(V // 2, H, device="meta"),

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 N, H, V = 6, 8, 10
@@ -36,6 +37,19 @@ VALUES = {
     "(N, H) meta": torch.zeros(N, H, device="meta"),
     "(N, H) sparse": torch.zeros(N, H).to_sparse(),
 }
+
+
+def refused(function, taken):
+    """Give ``function`` each of :data:`VALUES`; the kinds and words of errors of all not taken."""
+    for kind, value in VALUES.items():
+        value = value.clone() if isinstance(value, torch.Tensor) else value
+        if kind in taken:
+            function(value)
+            continue
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+            function(value)
+        yield kind, str(caught.value)
+
 
 GOOD = {
     "hidden": torch.zeros(4, 8),

@@ -17,16 +17,11 @@ pytestmark = pytest.mark.slow
 WORDS = [f"w{i}" for i in range(50)]
 
 
-@pytest.fixture
-def tokenizer():
-    return word_tokenizer(len(WORDS))
-
-
 def text(n, seed):
     return " ".join(WORDS[(7 * seed + 3 * i) % len(WORDS)] for i in range(n))
 
 
-def run(base, tmp_path, tokenizer, **options):
+def run(base, tmp_path, **options):
     """The logged values without times, and the parameters after training."""
     rows = [{"prompt": text(4, i)} for i in range(4)]
     config = trl.DistillationConfig(
@@ -42,7 +37,7 @@ def run(base, tmp_path, tokenizer, **options):
             p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(2)))
     trainer = base(
         model=student, teacher_model=teacher, args=config,
-        train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer,
+        train_dataset=datasets.Dataset.from_list(rows), processing_class=word_tokenizer(len(WORDS)),
     )  # fmt: skip
     torch.manual_seed(1)
     trainer.train()
@@ -51,7 +46,7 @@ def run(base, tmp_path, tokenizer, **options):
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_distillation_logs_and_trains_the_same(beta, accumulated, tmp_path, tokenizer, monkeypatch):
+def test_distillation_logs_and_trains_the_same(beta, accumulated, tmp_path, monkeypatch):
     trl_1_16()
 
     class Ours(FusedDistillationMixin, trl.DistillationTrainer):
@@ -61,9 +56,9 @@ def test_distillation_logs_and_trains_the_same(beta, accumulated, tmp_path, toke
     monkeypatch.setattr(policy, "fused_kl", lambda *a, **k: calls.append(1) or original(*a, **k))
     logging.getLogger("trl").setLevel(logging.ERROR)
     options = {"beta": beta, "gradient_accumulation_steps": accumulated}
-    stock_logs, stock = run(trl.DistillationTrainer, tmp_path, tokenizer, **options)
+    stock_logs, stock = run(trl.DistillationTrainer, tmp_path, **options)
     assert not calls
-    logs, ours = run(Ours, tmp_path, tokenizer, **options)
+    logs, ours = run(Ours, tmp_path, **options)
     assert len(calls) == 2 * accumulated
     assert len(logs) == len(stock_logs) >= 2
     for mine, exact in zip(logs, stock_logs, strict=True):

@@ -36,10 +36,11 @@ def half_right(data):
 
 
 @pytest.mark.parametrize("size", [16, 3])
-def test_logged_over_all_tokens(size, tmp_path, no_logits_of_trainer):
+def test_logged_over_all_tokens(size, tmp_path, request):
     """Sum over sum, of an optimizer step and of an evaluation, whatever the batches."""
     data = half_right(Dataset(15))
-    accuracy, entropy = no_logits_of_trainer(exact, sharpened(), data)
+    accuracy, entropy = exact(sharpened(), data)
+    request.getfixturevalue("no_logits")
     assert 0.2 < accuracy < 0.9  # some are right and some are not
     args = arguments(
         tmp_path, size if size < 16 else 15, 5 if size < 16 else 1, max_steps=2, learning_rate=0.0,
@@ -61,15 +62,3 @@ def test_not_logged_where_not_asked_for(tmp_path):
 
     _, _, seen, _ = train(Plain, sharpened(), arguments(tmp_path, max_steps=1))
     assert not any("entropy" in log or "num_tokens" in log for log in seen.logs)
-
-
-@pytest.fixture
-def no_logits_of_trainer(request):
-    """Call a function that may read logits; forbid reading them afterwards."""
-
-    def before(function, *args):
-        found = function(*args)
-        request.getfixturevalue("no_logits")
-        return found
-
-    return before

@@ -1,5 +1,6 @@
 """The forward-only pass: bits, range, memory. Small and interpreted here, large on a GPU."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -8,7 +9,7 @@ from support.bounds import EXACT, STATISTIC
 
 import fusedce
 from fusedce.contract.problem import Problem
-from fusedce.testing import Case
+from fusedce.testing import Case, check
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 
@@ -228,8 +229,6 @@ def test_offsets_past_2_to_31_are_right(N, H, V):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk_tokens", [None, 60])
 def test_values_on_a_gpu_match_the_reference(dtype, chunk_tokens):
-    from fusedce.testing import check
-
     device = torch.accelerator.current_accelerator()
     for option in ({}, {"softcap": 5.0, "logit_scale": 0.7}):
         for logits in ("flat", "peaked", "huge"):
@@ -238,8 +237,4 @@ def test_values_on_a_gpu_match_the_reference(dtype, chunk_tokens):
                     (257,), 123, 1031, dtype, logits=logits, ignored=0.3, with_bias=bool(option),
                     requires_grad=tuple(x for x in need if x != "bias" or option), options=option,
                 )  # fmt: skip
-
-                def fn(*args, **kwargs):
-                    return fusedce.fused_ce(*args, chunk_tokens=chunk_tokens, **kwargs)
-
-                check(fn, case, device)
+                check(partial(fusedce.fused_ce, chunk_tokens=chunk_tokens), case, device)

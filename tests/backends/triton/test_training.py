@@ -7,7 +7,7 @@ from support.params import slow
 
 import fusedce
 from fusedce.backends import triton as backend
-from fusedce.backends.triton import divergence, training
+from fusedce.backends.triton import divergence, training, vocab_tiles
 from fusedce.contract.problem import Problem, Task, Wanted
 from fusedce.testing import Case
 
@@ -190,23 +190,41 @@ def test_training_inside_a_graph_is_training_outside(monkeypatch, dtype, chunk_t
         torch.testing.assert_close(x, y, rtol=eps, atol=atol)
 
 
-@pytest.mark.parametrize("kind", ["forward", "jsd"])
-def test_a_divergence_inside_a_graph_is_one_outside(monkeypatch, kind):
-    hidden, weight, labels, _ = Case((50,), 24, 200, ignored=0.4).tensors()
-    teacher, other, _, _ = Case((50,), 24, 200, seed=1).tensors()
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
+def statistics(hidden, weight, labels, **options):
+    stats = fusedce.fused_logprobs(hidden, weight, labels, chunk_tokens=40, **options)
+    return (stats.logprob + stats.entropy).sum()
+
+
+def divergence_of(kind):
+    teacher, other, _, _ = Case((90,), 24, 200, seed=1).tensors()
+    return lambda h, w, y, **options: fusedce.fused_kl(
+        h, w, teacher.to(h), other.to(h), y, divergence=kind, **options
+    ).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "dtype"),
+    [(statistics, torch.float32), slow(statistics, torch.bfloat16),
+     slow(statistics, torch.float16), (divergence_of("forward"), torch.float32),
+     (divergence_of("jsd"), torch.float32)],
+)  # fmt: skip
+def test_a_loss_inside_a_graph_is_one_outside(monkeypatch, loss, dtype):
+    hidden, weight, labels, bias = Case(
+        (90,), 24, 200, dtype, ignored=0.3, with_bias=True
+    ).tensors()
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
 
     def run():
-        out = fusedce.fused_kl(
-            hidden, weight, teacher, other, labels, divergence=kind, backend="triton"
-        )
-        return out.loss_sum.detach(), *torch.autograd.grad(out.mean(), leaves)
+        value = loss(hidden, weight, labels, bias=bias, backend="triton")
+        return value.detach(), *torch.autograd.grad(value, leaves)
 
     outside = run()
-    for module in (training, divergence):
+    for module in (training, divergence, vocab_tiles):
         monkeypatch.setattr(module, "capturing", lambda device: True)
+    # the same terms; rows are added, whose gradients are 0
+    eps = max(torch.finfo(dtype).eps, SAME_SUMS)
     for x, y in zip(run(), outside, strict=True):
-        torch.testing.assert_close(x, y, rtol=SAME_SUMS, atol=SAME_SUMS * float(y.abs().max()))
+        torch.testing.assert_close(x, y, rtol=eps, atol=eps * float(y.abs().max()))
 
 
 def assert_same_products(these, those):
