@@ -37,6 +37,7 @@ NO_COUNTS = [torch.tensor(-1), torch.tensor(1.0), np.float32(2), np.bool_(True),
         (iter([]), ValueError, r"got <list_iterator .*, which gives none"),
         ([1, 2**63], ValueError, r"counts\[1\] must be an int64, got 9223372036854775808"),
         ({"a": [1]}, TypeError, r"counts\[0\] must be an integer, got str"),
+        ([torch.ones(0, dtype=torch.int64)], TypeError, r"counts\[0\] must be an integer, got"),
         *[([count], (TypeError, ValueError), r"counts\[0\]") for count in NO_COUNTS],
     ],
 )
