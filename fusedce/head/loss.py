@@ -243,7 +243,9 @@ class Fused(NamedTuple):
             grads = [g for g in self.sums.finish.gradients(saved, upstream) if g is not None]
             outputs = self.sums.inputs
             if len(outputs) == len(leaves) and all(map(_is_reshaped, outputs, leaves)):
-                return [g.view(x.shape) for g, x in zip(grads, leaves, strict=True)]
+                # Autograd adds a tied weight's other gradient in place, unless this is a view.
+                pairs = zip(grads, leaves, strict=True)
+                return [g if g.shape == x.shape else g.view(x.shape) for g, x in pairs]
         return torch.autograd.grad(outputs, leaves, grads, retain_graph=keep, allow_unused=True)
 
 

@@ -12,6 +12,7 @@ from support.heads import H, V, ce, plain_model, tokens
 from fusedce import replace_loss_head
 from fusedce.head.lazy import LazyLogits
 from fusedce.head.loss import Passenger
+from fusedce.measure import peak_extra_bytes
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -49,6 +50,10 @@ def test_kept_detached_logits_hold_no_graph():
         gc.enable()
     assert not loss.requires_grad
     assert kept.expr.products[0].given[0].nbytes < kept.nbytes
+
+
+def test_a_tied_head_has_two_gradients_at_a_time_as_in_torch():
+    assert peak_extra_bytes("support.memory:tied", {}) <= 80 << 20
 
 
 def test_the_same_cast_twice_makes_logits_once():

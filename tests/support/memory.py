@@ -6,7 +6,7 @@ import mmap
 import torch
 import torch.distributed as dist
 
-from fusedce import fused_ce, fused_cross_entropy, fused_kl, fused_logprobs
+from fusedce import fused_ce, fused_cross_entropy, fused_kl, fused_logprobs, replace_loss_head
 from fusedce.sharded import sharded_logprobs
 
 N, H, V = 1024, 64, 16384  # fp32 logits: 64 MiB; weight and its gradient: 4 MiB each
@@ -85,6 +85,16 @@ def sharded_tokens(dtype: str, memory_budget: int):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     sharded = functools.partial(sharded_logprobs, process_group=dist.group.WORLD)
     return several_classes(dtype, memory_budget, None, sharded)
+
+
+def tied():
+    """A step of a model whose head is its embedding, of 32 MiB; a chunk of logits is 4 MiB."""
+    model = torch.nn.Sequential(torch.nn.Embedding(V, 512), torch.nn.Linear(512, V, bias=False))
+    model[1].weight = model[0].weight
+    model[0].weight.grad = torch.zeros(V, 512)
+    replace_loss_head(model, head=model[1])
+    x = torch.arange(64)
+    return lambda: torch.nn.functional.cross_entropy(model(x), x).backward()
 
 
 def eager_forward():
