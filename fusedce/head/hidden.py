@@ -52,6 +52,7 @@ class Head:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Lend the head its input as a :class:`Hidden`; ``None`` leaves it alone."""
+        # (Compiled by torch before 2.13, `is_exporting()` may be True without an export.)
         if torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag:
             return _uncompiled(self, module, args)
         x = args[0] if len(args) == 1 else None
