@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from lib.results import FOLDER, write
+from lib.results import FOLDER, ROOT, write
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -68,7 +68,7 @@ def check(model_type: str, class_name: str) -> dict[str, Any]:
         row |= compare(model)
     except Exception as e:
         why = f"{type(e).__name__}: {str(e)[:200]}"
-        return row | {"failed": why, "trace": traceback.format_exc()}
+        return row | {"failed": why, "trace": traceback.format_exc().replace(f"{ROOT}/", "")}
     bounds = tools.LOSS_ERROR, tools.LOSS_ERROR, tools.GRAD_ERROR
     errors = (row[name] for name in ERRORS)
     return row | {"right": all(e <= b for e, b in zip(errors, bounds, strict=True))}

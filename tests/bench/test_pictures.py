@@ -53,3 +53,8 @@ def test_a_value_is_said_once_where_all_before_it_repeat_too():
     assert ["".join(c.strip() or "." for c in row) for row in cells] == [
         "xy1", "..1", ".z1", "wz1"
     ]  # fmt: skip
+
+
+def test_results_name_no_folder_of_the_machine_that_measured():
+    for file in RESULTS.glob("*.json"):
+        assert 'File \\"/' not in file.read_text(), file
