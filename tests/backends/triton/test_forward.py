@@ -41,6 +41,7 @@ def test_rocm_merges_in_a_launch_of_its_own(monkeypatch, place):
     inputs = make(place, ignored=0.3)
     expected = one_pass(*inputs)[:2]
     monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr("fusedce.backends.triton.forward.SUMS", None)  # in which a ticket is taken
     torch.testing.assert_close(one_pass(*inputs)[:2], expected, rtol=STATISTIC, atol=0)
 
 
