@@ -26,7 +26,7 @@ from fusedce.head.product import NO_TORCH_FUNCTION, Expr, Memory
 from fusedce.head.rules import RULES
 
 T: Any = torch.Tensor
-_foreign = ContextVar("_foreign", default=False)  # another subclass may convert what it is given
+_foreign = ContextVar("fusedce_foreign", default=False)  # another subclass converts results
 aten = torch.ops.aten
 _NO_MEMORY = (
     "{} would change in place the shape or the memory of the logits of a head that fusedce has "
