@@ -26,6 +26,7 @@ from fusedce.accumulate.sums import Loss, Metrics
 from fusedce.accumulate.window import Window, WindowBlock
 from fusedce.contract.checks import check_choice
 from fusedce.contract.groups import Ranks
+from fusedce.contract.results import ScaledLossSum
 
 
 class LossAccumulator(Metrics):
@@ -183,7 +184,7 @@ class LossAccumulator(Metrics):
         """
         self._check_entered()
         sums = unpack(out)
-        if not sums.is_whole:
+        if isinstance(sums, ScaledLossSum):
             raise ValueError(
                 "out was multiplied or divided by a number, but a window divides the sum by all of "
                 "its tokens itself. Do not divide by the number of micro-batches or ranks; to give "

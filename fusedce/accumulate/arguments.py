@@ -73,7 +73,7 @@ def unpack(out: Any) -> MonitoredLossSum:
             f"accelerate)? Let it return float32"
         )
     monitors = getattr(out, "monitors", {})
-    kind = LossSum if getattr(out, "is_whole", True) else ScaledLossSum
+    kind = ScaledLossSum if isinstance(out, ScaledLossSum) else LossSum
     return MonitoredLossSum.of(
         kind(*(x if x.dim() == 0 else x.reshape(()) for x in (out[0], out[1].long()))),
         {name: monitors[name] for name in MONITORS if name in monitors},

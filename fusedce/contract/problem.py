@@ -184,7 +184,7 @@ class Divergence(NamedTuple):
 
     def settings(self) -> dict[str, Any]:
         """Return the options that must be equal on all ranks of a sharded vocabulary."""
-        given = self._asdict()
+        given: dict[str, Any] = dict(zip(Divergence._fields, self, strict=True))
         found = {name: x for name, x in given.items() if not isinstance(x, Tensor)}
         found["divergence"] = found.pop("kind")
         for name in ("teacher_hidden", "teacher_bias", "probabilities"):

@@ -56,17 +56,13 @@ class LossSum(NamedTuple):
         number = check_number("denominator", denominator)
         return self.loss_sum / (max(number, 1) if number else own)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether this is the sum itself, never multiplied or divided by a number."""
-        return not isinstance(self, ScaledLossSum)
-
     # ---- a sum behaves as a sum -------------------------------------------------------------
 
     def __add__(self, other: object) -> LossSum:
         """Losses, counts and monitors of both; monitors that one of them lacks are left out."""
         if isinstance(other, LossSum):
-            kind = LossSum if self.is_whole and other.is_whole else ScaledLossSum
+            scaled = isinstance(self, ScaledLossSum) or isinstance(other, ScaledLossSum)
+            kind = ScaledLossSum if scaled else LossSum
             total = kind(self.loss_sum + other.loss_sum, self.n_valid + other.n_valid)
             mine, theirs = (getattr(x, "monitors", {}) for x in (self, other))
             both = {name: x + theirs[name] for name, x in mine.items() if name in theirs}
@@ -152,7 +148,8 @@ class MonitoredLossSum(LossSum):
     @staticmethod
     def of(out: LossSum, monitors: Mapping[str, Tensor]) -> MonitoredLossSum:
         """``out`` with these monitored sums."""
-        made = (MonitoredLossSum if out.is_whole else ScaledLossSum)(*out)
+        kind = ScaledLossSum if isinstance(out, ScaledLossSum) else MonitoredLossSum
+        made = kind(*out)
         made.monitors = monitors
         return made
 

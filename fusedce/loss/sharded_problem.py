@@ -189,7 +189,7 @@ def divergence_task(
         problem = problem.but(backend=problem.backend or "torch")
     problem, shard, tokens = ready(problem, placed, DIVERGENCE, checked)
     (divergence,), real = found, len(problem.weight)
-    hidden, weight, bias = divergence[:3]
+    hidden, weight, bias, *_ = divergence
     if shard is not None and hidden is not None and weight is not None:
         divergence = divergence.but(
             teacher_hidden=tokens.gather(hidden),

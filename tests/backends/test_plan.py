@@ -40,6 +40,22 @@ def test_a_dozen_float64_numbers_of_every_position_are_held_beside_tiles_of_a_cp
     assert plan.by_tiles(SMOLLM._replace(n=10), 10, 1000).held["statistics"] >= 12 * 8 * SMOLLM.N
 
 
+@given(st.integers(1, 9000), st.integers(1, 9000), st.booleans(), st.booleans())
+def test_rows_take_bytes_in_proportion_to_their_width_and_dtype(n, H, triton, fp16):
+    """Beside tiles, the Triton backend holds 16 float32 numbers of each token, too."""
+
+    def held(H, element):
+        call = Call(n, n + 7, 5000, H, element, 4, fp16=fp16, triton=triton, on_cpu=not triton)
+        chunked, tiled = plan.chunked(call, 64, 1000).held, plan.by_tiles(call, 64, 1000).held
+        assert not triton or tiled["statistics"] >= 16 * 4 * n
+        every = [*chunked.items(), *tiled.items()]
+        return [(name, x) for name, x in every if "hidden" in name or "weight" in name]
+
+    twice = [(name, 2 * bytes_) for name, bytes_ in held(H, 4)]
+    assert held(2 * H, 4) == twice
+    assert held(H, 8) == twice
+
+
 def test_given_probabilities_are_held_beside_a_chunk_and_a_teachers_hidden_states_are():
     """The Triton backend reads whole rows of them."""
     call = Call(100, 100, 5000, 64, element=4, logit=4, triton=True)

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import triton
+from ptx.cta import Fault
 from support.bounds import STATISTIC
 from support.compiled import (
     ARCHS,
@@ -106,6 +108,9 @@ def test_rows_that_are_not_aligned_are_multiplied_by_cublas(on):
     assert gpu.ran("walk_kernel") == 0
 
 
+@pytest.mark.xfail(
+    triton.__version__.startswith("3.9"), raises=Fault, reason="which of its lanes writes is open"
+)
 def test_the_likeliest_class_of_a_row_of_nan_is_read_in_bounds(on):
     """Three whole blocks of classes, the fourth of the kernel's is padding."""
     on("sm_80")

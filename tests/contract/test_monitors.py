@@ -9,7 +9,7 @@ from support.bounds import SAME_SUMS, STATISTIC
 from torch.utils._pytree import tree_map
 
 from fusedce import LossSum, fused_ce
-from fusedce.contract.results import MONITORS, MonitoredLossSum
+from fusedce.contract.results import MONITORS, MonitoredLossSum, ScaledLossSum
 
 BACKENDS = ["torch", "triton"]
 N, H, V = 9, 8, 13
@@ -82,7 +82,7 @@ def test_a_scaled_loss_keeps_its_monitors(factor):
 def test_what_rebuilds_a_tuple_keeps_its_kind():
     """Wrappers rebuild it of its fields; a share of a loss must not become a whole one."""
     out = fused_ce(*inputs(), ignore_index=-1, monitor=("correct",))
-    for loss, whole in ((out, True), (out / 2, False), (out + out, True), (out + out / 2, False)):
+    for loss, scaled in ((out, False), (out / 2, True), (out + out, False), (out + out / 2, True)):
         for made in (
             tree_map(lambda x: x, loss),
             type(loss)(*loss),
@@ -90,7 +90,7 @@ def test_what_rebuilds_a_tuple_keeps_its_kind():
             loss._replace(n_valid=loss.n_valid),
             copy.copy(loss),
         ):
-            assert made.is_whole is whole
+            assert isinstance(made, ScaledLossSum) is scaled
             assert len(made) == 2
     shares = out / 2
     for made in (shares._replace(loss_sum=shares.loss_sum * 3), copy.copy(shares)):

@@ -15,7 +15,7 @@ from support import ranks
 from support.bounds import SAME_MODEL, SAME_SUMS, STATISTIC
 from support.engines import accelerator
 from support.loops import distance
-from support.versions import FSDP2_MEAN, marked
+from support.versions import FSDP2_MEAN, PIPELINES_OVER_GLOO, marked
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 import fusedce
@@ -271,6 +271,7 @@ def pipeline_in_one_process():
     return history, {name[2:]: p for name, p in model.named_parameters()}
 
 
+@PIPELINES_OVER_GLOO
 @pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])

@@ -235,6 +235,17 @@ def test_the_least_budget_of_an_error_has_room_for_both_passes(monkeypatch, name
                 assert (x - y).norm() <= roundings * torch.finfo(dtype).eps * y.norm()
 
 
+def test_a_budget_counts_32_bytes_for_each_class_of_a_token():
+    """Three int64 numbers and two float32 ones."""
+    hidden, weight, labels, _ = Case((20,), 96, 100).tensors()
+
+    def least(K):
+        y = labels[:, None].expand(-1, K)
+        return least_budget(lambda budget: fused_logprobs(hidden, weight, y, memory_budget=budget))
+
+    assert least(9) - least(4) == 20 * 5 * 32
+
+
 def test_a_frozen_weight_has_more_room(taken, monkeypatch):
     """A frozen weight needs no gradient and no accumulator. Exponentials are in float32 here."""
     monkeypatch.setattr(products, "bf16_gemm", lambda: None)

@@ -125,6 +125,22 @@ def _ones(d):
     return d.elementwise(count, np.uint32, np.uint32)
 
 
+@form(r"prmt\.b32")
+def _permute_bytes(d):
+    """Byte i of the result is one of a's and b's, or its sign, as the i-th nibble of c says."""
+
+    def permute(a, b, c):
+        both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+        each = []
+        for shift in np.arange(0, 16, 4, dtype=np.uint32):
+            nibble = (c >> shift).astype(np.uint64) & np.uint64(15)
+            byte = (both >> 8 * (nibble & 7)).astype(np.uint8)
+            each.append(np.where(nibble & 8, byte.view(np.int8) >> 7, byte.view(np.int8)))
+        return np.stack(each, 1).view(np.uint32)[:, 0]
+
+    return d.elementwise(permute, *[np.uint32] * 4)
+
+
 # ---- floating point ---------------------------------------------------------------------------
 
 

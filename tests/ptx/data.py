@@ -87,14 +87,16 @@ def _shuffle(d, how):
     return step
 
 
-@form(r"redux\.sync\.add\.s32")
-def _reduce(d):
+@form(r"redux\.sync\.(add|min)\.([su]32)")
+def _reduce(d, operation, kind):
     d.count(3)
-    put, read = d.put(d.operands[0], np.int32), d.value(d.operands[1], np.int32)
+    reduced = {"add": np.add, "min": np.minimum}[operation].reduce
+    t = TYPES[kind]
+    put, read = d.put(d.operands[0], t), d.value(d.operands[1], t)
 
     def step(cta):
         cta.active_warps()
-        of_warps = read(cta).reshape(-1, 32).sum(1).astype(np.int32)
+        of_warps = reduced(read(cta).reshape(-1, 32), 1, t)
         put(cta, np.repeat(of_warps, 32))
 
     return step
@@ -127,7 +129,7 @@ def _vector(d, count: str | None, kind: str, operand: object):
     return t, TYPES[f"u{8 * np.dtype(t).itemsize}"], names, held.pop()
 
 
-@form(r"ld\.(global|shared)(\.cg)?(?:\.v([24]))?\.([bsuf](?:8|16|32|64))")
+@form(r"ld\.(global|shared)(?:::cta)?(\.cg)?(?:\.v([24]))?\.([bsuf](?:8|16|32|64))")
 def _load(d, space, cached, count, kind):
     """Into registers that may be wider: with zeros, or with the sign of a signed type."""
     d.count(2)
@@ -151,7 +153,7 @@ def _load(d, space, cached, count, kind):
     return step
 
 
-@form(r"st\.(global|shared)(?:\.v([24]))?\.([bsuf](?:8|16|32|64))")
+@form(r"st\.(global|shared)(?:::cta)?(?:\.v([24]))?\.([bsuf](?:8|16|32|64))")
 def _store(d, space, count, kind):
     d.count(2)
     _, bits, names, held = _vector(d, count, kind, d.operands[1])

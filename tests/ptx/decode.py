@@ -153,9 +153,9 @@ class Decoder:
             self.need(re.fullmatch(r"tid\.[xyz]|n?ctaid\.[xyz]|laneid", special) is not None,
                       f"no register {operand}")  # fmt: skip
             return lambda cta: cta.special[special].view(dtype)
-        if self.program.parameters.get(operand) == "b8" and bits is np.uint64:
+        if self.program.parameters.get(operand) == "b8" and bits in (np.uint32, np.uint64):
             # Where a tensor map is: its handle.
-            return lambda cta: np.full(cta.threads, cta.grid.arguments[operand], np.uint64)
+            return lambda cta: np.full(cta.threads, cta.grid.arguments[operand], bits)
         constant = np.full(self.threads, self._number(operand, bits)).view(dtype)
         constant.setflags(write=False)
         return lambda cta: constant

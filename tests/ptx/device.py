@@ -30,7 +30,7 @@ from ptx.tensor_map import TensorMap
 
 # Compilations are kept between runs, apart from the user's own: these hold no machine code.
 _CACHE = Path(tempfile.gettempdir()) / f"fusedce-ptx-{getpass.getuser()}"
-_FIRST_MAP = 1 << 40  # handles of tensor maps lie above all addresses
+_FIRST_MAP = 1  # handles of tensor maps lie below all addresses
 
 
 class Launch(NamedTuple):
@@ -87,16 +87,14 @@ def on_device(arch: int):
     def text_itself(self, source, *_):
         return source.encode()
 
-    device, before = Device(arch), driver._active
+    device = Device(arch)
     with (
+        mock.patch.dict(vars(driver)),
         mock.patch.object(CUDABackend, "make_cubin", text_itself),
         mock.patch.dict(os.environ, {"TRITON_CACHE_DIR": str(_CACHE)}),
     ):
         driver.set_active(device)
-        try:
-            yield device
-        finally:
-            driver._active = before
+        yield device
 
 
 @functools.lru_cache(256)
@@ -149,7 +147,7 @@ class _Launcher:
                 numbers.append(memory.address(value))
             elif hasattr(value, "base"):
                 how, handle = next(encodings), _FIRST_MAP + len(maps)
-                if how["fp4_padded"] or value.padding != "zero":
+                if how["fp4_padded"] or getattr(value, "padding", "zero") != "zero":
                     raise NotImplementedError("such tensor maps")
                 maps[handle] = TensorMap.encode(
                     memory.address(value.base), how["swizzle"], how["elem_size"],

@@ -77,26 +77,32 @@ def _product(d, k, kind, same):
     return step
 
 
-@form(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])\.shared\.b16")
-def _load_matrices(d, count):
-    """Lane ``8 j + i`` of a warp holds the address of row ``i`` of matrix ``j``."""
+@form(r"(ld|st)matrix\.sync\.aligned\.m8n8\.x([124])\.shared\.b16")
+def _matrices(d, way, count):
+    """Lane ``8 j + i`` of a warp holds the address of row ``i`` of matrix ``j``.
+
+    Lane ``4 r + q`` has elements ``2 q`` and ``2 q + 1`` of row ``r``.
+    """
     d.count(2)
     n = int(count)
-    names = d.names(d.operands[0])
+    registers, place = d.operands if way == "ld" else d.operands[::-1]
+    names = d.names(registers)
     d.need(len(names) == n, "registers")
-    puts = [d.put(name, np.uint32) for name in names]
-    address = d.address(d.operands[1], wide=False)
+    each = [d.put(x, np.uint32) if way == "ld" else d.value(x, np.uint32) for x in names]
+    address = d.address(place, wide=False)
 
     def step(cta):
         warps = cta.active_warps()
         rows = address(cta).reshape(cta.warps, 32)[warps, : 8 * n].reshape(-1)
         of_warps = np.repeat(warps, 8 * n).astype(np.int16)
-        found = cta.shared.load(cta, rows, of_warps, np.uint16, 8).reshape(-1, n, 8, 8)
-        # Lane 4 r + q gets elements 2 q and 2 q + 1 of row r.
-        registers = np.ascontiguousarray(found).reshape(-1, n, 64).view(np.uint32)
-        for j, put in enumerate(puts):
+        if way == "st":
+            held = np.stack([read(cta).reshape(cta.warps, 32)[warps] for read in each], 1)
+            return cta.shared.store(cta, rows, of_warps, held.view(np.uint16).reshape(-1, 8))
+        found = cta.shared.load(cta, rows, of_warps, np.uint16, 8)
+        held = np.ascontiguousarray(found).reshape(-1, n, 64).view(np.uint32)
+        for j, put in enumerate(each):
             value = np.zeros((cta.warps, 32), np.uint32)
-            value[warps] = registers[:, j]
+            value[warps] = held[:, j]
             put(cta, value.reshape(-1))
 
     return step

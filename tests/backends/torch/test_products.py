@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.bounds import logit_rounding
+from support.operators import Calls
 
 from fusedce import fused_ce, fused_cross_entropy, fused_kl, fused_logprobs
 from fusedce.backends.torch import products
@@ -108,6 +109,18 @@ def test_products_are_written_or_added(dtype, how, shape):
     assert (error <= bound * (before.abs() + terms)).all()
     total.fill_(torch.nan)
     assert ((products_of(a, b, total).double() - exact).abs() <= bound * terms).all()
+
+
+def test_a_product_waits_in_little_memory_of_its_own(monkeypatch):
+    """It is added 16 MiB at a time; all of it would be 38."""
+    monkeypatch.setattr(products, "bf16_gemm", lambda: None)
+    a, b, total = torch.ones(5000, 1).bfloat16(), torch.ones(1, 2000).bfloat16(), torch.ones(10**7)
+    with Calls() as calls:
+        Products(a.dtype, *[torch.float32] * 3)(a, b, total.view(5000, 2000), add=True)
+    made = [out.numel() for operator, _, out in calls.seen if "mm" in str(operator)]
+    assert sum(made) == 10**7
+    assert max(made) <= 2**22
+    assert total.unique().tolist() == [2]
 
 
 def test_a_limit_on_mkl_is_obeyed(monkeypatch):
