@@ -67,8 +67,8 @@ I32, U32, F32, F64, I64 = np.int32, np.uint32, np.float32, np.float64, np.int64
         ("shr.u32 %r9, %r10, 3;", U32, lambda a, b: a >> U32(3)),
         ("bfe.u32 %r9, %r10, 4, 14;", U32, lambda a, b: (a >> U32(4)) & U32(0x3FFF)),
         ("bfe.s32 %r9, %r10, 0, 8;", I32, lambda a, b: a.astype(np.int8)),
-        ("prmt.b32 %r9, %r10, %r11, 0x9475U;", U32, lambda a, b:
-         (b >> 8 & 255) | (b >> 24) << 8 | (b & 255) << 16 | (a >> 15 & 1) * U32(255 << 24)),
+        ("prmt.b32 %r9, %r10, %r11, 0x3475U;", U32, lambda a, b:
+         (b >> 8 & 255) | (b >> 24) << 8 | (b & 255) << 16 | (a >> 24) << 24),
         ("popc.b32 %r9, %r10;", U32, lambda a, b: np.array([bin(x).count("1") for x in a])),
         ("neg.s32 %r9, %r10;", I32, lambda a, b: -a),
         ("not.b32 %r9, %r10;", U32, lambda a, b: ~a),

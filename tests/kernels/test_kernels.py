@@ -9,13 +9,15 @@ import sys
 import warnings
 from importlib.metadata import version
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from support.params import slow
 
 import fusedce
-from fusedce.backends.triton import archs
+from fusedce.backends import triton as launch
+from fusedce.backends.triton import archs, forward, training
 from fusedce.contract.labels import bad_label_message
 from fusedce.contract.problem import Problem, Task, Wanted
 from fusedce.testing import Case, check
@@ -42,9 +44,6 @@ def test_odd_shapes_match_the_reference(N, H, V):
 @pytest.mark.parametrize("bad", [slow(-7), 300, slow(2**31 - 1)])
 def test_bad_label_is_nan_with_a_code_on_the_device(bad, monkeypatch):
     """A bad label on a GPU gives NaN and its code, without an assert or a read out of bounds."""
-    from fusedce.backends import triton as launch
-    from fusedce.backends.triton import forward, training
-
     for module in (forward, training):
         monkeypatch.setattr(module, "raise_on_cpu", lambda *args: None)
     hidden, weight, labels, _ = Case((70,), 24, 300).tensors()
@@ -66,18 +65,12 @@ def test_bad_label_is_nan_with_a_code_on_the_device(bad, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("factor", [1.0, 0.37, 0.0])
 @pytest.mark.parametrize("blocks", [0, 1, 50])  # of 24 programs
-def test_scale_in_place_rounds_once(dtype, factor, blocks, monkeypatch):
-    from fusedce.backends import triton as launch
-
-    def run(kernel, grid, **kwargs):
-        assert grid == (min(blocks + 1, 24),)
-        of_triton(kernel, grid, **kwargs)
-
-    of_triton = launch.run
-    monkeypatch.setattr(launch, "run", run)
+def test_scale_in_place_rounds_once(dtype, factor, blocks):
     x = torch.randn(blocks * launch.SCALE_BLOCK + 5).to(dtype)
     exact = x.double() * torch.tensor(factor).double()
-    launch.scale_(x, torch.tensor(factor))
+    with mock.patch.object(launch, "run", wraps=launch.run) as run:
+        launch.scale_(x, torch.tensor(factor))
+    assert run.call_args.args[1] == (min(blocks + 1, 24),)
     # half a unit of the last place, that of a subnormal number among the small ones
     info = torch.finfo(dtype)
     close = {"rtol": info.eps / 2 * (1 + info.eps), "atol": info.smallest_normal * info.eps / 2}

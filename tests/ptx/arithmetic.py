@@ -127,18 +127,16 @@ def _ones(d):
 
 @form(r"prmt\.b32")
 def _permute_bytes(d):
-    """Byte i of the result is one of a's and b's, or its sign, as the i-th nibble of c says."""
+    """Byte i of the result is that byte of b and a that the i-th nibble of the constant names."""
+    d.count(4)
+    selector = d.integer(d.operands[3])
+    d.need(selector & ~0x7777 == 0, "signs of bytes")
+    d.operands, some = d.operands[:3], [selector >> shift & 7 for shift in (0, 4, 8, 12)]
 
-    def permute(a, b, c):
-        both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
-        each = []
-        for shift in np.arange(0, 16, 4, dtype=np.uint32):
-            nibble = (c >> shift).astype(np.uint64) & np.uint64(15)
-            byte = (both >> 8 * (nibble & 7)).astype(np.uint8)
-            each.append(np.where(nibble & 8, byte.view(np.int8) >> 7, byte.view(np.int8)))
-        return np.stack(each, 1).view(np.uint32)[:, 0]
+    def permute(a, b):
+        return np.stack([a, b], 1).view(np.uint8)[:, some].reshape(-1).view(np.uint32)
 
-    return d.elementwise(permute, *[np.uint32] * 4)
+    return d.elementwise(permute, *[np.uint32] * 3)
 
 
 # ---- floating point ---------------------------------------------------------------------------

@@ -12,35 +12,30 @@ from fusedce.sharded import sharded_logprobs
 N, H, V = 1024, 64, 16384  # fp32 logits: 64 MiB; weight and its gradient: 4 MiB each
 
 
-def measured(run, dtype, grad=True):
+def measured(run, dtype):
     """``run(hidden, weight, rng)`` of these sizes, called before on some chunks and tiles."""
 
     def call(n, v):
         rng = torch.Generator().manual_seed(0)
         kind = getattr(torch, dtype)
-        hidden = torch.randn(n, H, generator=rng).to(kind).requires_grad_(grad)
-        weight = (0.1 * torch.randn(v, H, generator=rng)).to(kind).requires_grad_(grad)
+        hidden = torch.randn(n, H, generator=rng).to(kind).requires_grad_()
+        weight = (0.1 * torch.randn(v, H, generator=rng)).to(kind).requires_grad_()
         return run(hidden, weight, rng)
 
     call(130, 2048)()
     return call(N, V)
 
 
-def step(dtype: str, grad: bool, memory_budget: int | None = None):
-    chunk = 64 if memory_budget is None else None
-
+def step(dtype: str, memory_budget: int):
     def made(hidden, weight, rng):
         labels = torch.randint(len(weight), hidden.shape[:1], generator=rng)
 
         def run():
-            out = fused_ce(hidden, weight, labels, chunk_tokens=chunk, memory_budget=memory_budget)
-            if grad:
-                out.loss_sum.backward()
-            return out
+            fused_ce(hidden, weight, labels, memory_budget=memory_budget).loss_sum.backward()
 
         return run
 
-    return measured(made, dtype, grad)
+    return measured(made, dtype)
 
 
 def compared(dtype: str, memory_budget: int, divergence: str | None):
@@ -95,12 +90,6 @@ def tied():
     replace_loss_head(model, head=model[1])
     x = torch.arange(64)
     return lambda: torch.nn.functional.cross_entropy(model(x), x).backward()
-
-
-def eager_forward():
-    hidden, weight = torch.ones(N, H), torch.ones(V, H)
-    torch.nn.functional.linear(hidden[:64], weight[:2048])
-    return lambda: torch.nn.functional.linear(hidden, weight)
 
 
 def known(kept: int, freed: int, read: str | None = None):

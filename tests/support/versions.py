@@ -11,7 +11,6 @@ FSDP2_MEAN = pytest.mark.skipif(
     TORCH < (2, 9), reason="over gloo, FSDP2 of torch 2.8 adds gradients where it should average"
 )
 
-
 PIPELINES_OVER_GLOO = pytest.mark.skipif(
     TORCH == (2, 9), reason="over gloo, torch 2.9 aborts in any schedule of a pipeline"
 )
