@@ -63,7 +63,8 @@ PYTHON_oldest ?= $(shell python3.10 -V >/dev/null 2>&1 && echo python3.10 || ech
 PYTHON_newest ?= $(shell python3.13 -V >/dev/null 2>&1 && echo python3.13 || echo $(PYTHON))
 test-oldest test-newest: test-%: .venv-%/.installed
 	@echo "== test-$*: the suite with what constraints-$*.txt pins"
-	@OMP_NUM_THREADS=1 .venv-$*/bin/pytest -n 2 $(TESTS)
+	@OMP_NUM_THREADS=1 .venv-$*/bin/pytest -n 2 $(or $(TESTS),--ignore=tests/compiled)
+	@$(if $(TESTS),,OMP_NUM_THREADS=1 .venv-$*/bin/pytest -n 2 tests/compiled)
 
 lint: $(STAMP)
 	@echo "== lint: ruff check, ruff format --check, mypy"

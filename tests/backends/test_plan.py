@@ -46,9 +46,7 @@ def test_rows_take_bytes_in_proportion_to_their_width_and_dtype(n, H, triton, fp
         every = [*chunked.items(), *tiled.items()]
         return [(name, x) for name, x in every if "hidden" in name or "weight" in name]
 
-    twice = [(name, 2 * bytes_) for name, bytes_ in held(H, 4)]
-    assert held(2 * H, 4) == twice
-    assert held(H, 8) == twice
+    assert held(2 * H, 4) == held(H, 8) == [(name, 2 * bytes_) for name, bytes_ in held(H, 4)]
 
 
 def test_given_probabilities_are_held_beside_a_chunk_and_a_teachers_hidden_states_are():

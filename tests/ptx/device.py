@@ -30,7 +30,6 @@ from ptx.tensor_map import TensorMap
 
 # Compilations are kept between runs, apart from the user's own: these hold no machine code.
 _CACHE = Path(tempfile.gettempdir()) / f"fusedce-ptx-{getpass.getuser()}"
-_FIRST_MAP = 1  # handles of tensor maps lie below all addresses
 
 
 class Launch(NamedTuple):
@@ -146,7 +145,7 @@ class _Launcher:
             if isinstance(value, torch.Tensor):
                 numbers.append(memory.address(value))
             elif hasattr(value, "base"):
-                how, handle = next(encodings), _FIRST_MAP + len(maps)
+                how, handle = next(encodings), 1 + len(maps)  # below all addresses
                 if how["fp4_padded"] or getattr(value, "padding", "zero") != "zero":
                     raise NotImplementedError("such tensor maps")
                 maps[handle] = TensorMap.encode(

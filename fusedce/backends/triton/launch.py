@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -21,6 +22,9 @@ from fusedce.contract.labels import bad_label_message
 from fusedce.contract.problem import Problem, Projection
 from fusedce.kernels.compact import compact_kernel
 from fusedce.kernels.walk import walk_kernel
+
+# Triton 3.4 reads shared memory and lets TMA overwrite it without a proxy fence between.
+TMA = not triton.__version__.startswith("3.4.")
 
 
 def walk(
@@ -40,7 +44,7 @@ def walk(
     (V, H), N = weight.shape, len(hidden)
     tiles_per_split, splits = vocabulary_splits(V, blocks)
     tiles = None
-    if blocks.DESCRIPTOR:
+    if blocks.DESCRIPTOR and TMA:
         tiles = TensorDescriptor.from_tensor(weight, [blocks.BLOCK_V, blocks.BLOCK_H])
     common = {
         "hidden": hidden,
