@@ -53,6 +53,7 @@ def fine_tune(
         peft_config=LoraConfig(target_modules="all-linear", lora_dropout=0.0),
         args=SFTConfig(
             out,
+            loss_type="nll",  # the default from TRL 1.16 on
             max_steps=steps,
             per_device_train_batch_size=micro_batch,
             gradient_accumulation_steps=8 // micro_batch,
