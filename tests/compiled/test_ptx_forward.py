@@ -85,9 +85,10 @@ def test_fp32_values(on, arch, tf32):
     assert ("tf32" in gpu.texts["walk_kernel"]) == tf32
 
 
-def test_values_without_tma(on):
+def test_values_without_tma(on, monkeypatch):
     gpu = on("sm_90")
-    in_blocks(gpu, DESCRIPTOR=False, MAX_SPLITS=2)
+    monkeypatch.setattr(launch, "TMA", False)
+    in_blocks(gpu, MAX_SPLITS=2)
     check(forward, case(140, 136, 600, ignored=0.2))
     text = gpu.texts["walk_kernel"]
     assert "wgmma.mma_async" in text
