@@ -95,8 +95,7 @@ def test_every_kernel_compiles(arch):
     assert done.returncode == 0, done.stderr[-3000:]
     if "has no compiler for it" in done.stderr:
         pytest.skip(done.stderr.splitlines()[-1])
-    after_gloo = done.stdout[done.stdout.index("[\n") :]
-    rows = {row["kernel"]: row for row in json.loads(after_gloo)}
+    rows = {row["kernel"]: row for row in json.loads(done.stdout[done.stdout.index("[\n") :])}
     assert {name.split()[0] for name in rows} == {
         "forward", "exp_gemm", "label_logit", "exp_tile", "softmax_rows", "hidden_grad",
         "label_grad", "token_grad", "stats", "merge_stats", "scale", "compact",

@@ -79,10 +79,7 @@ def _product(d, k, kind, same):
 
 @form(r"(ld|st)matrix\.sync\.aligned\.m8n8\.x([124])\.shared\.b16")
 def _matrices(d, way, count):
-    """Lane ``8 j + i`` of a warp holds the address of row ``i`` of matrix ``j``.
-
-    Lane ``4 r + q`` has elements ``2 q`` and ``2 q + 1`` of row ``r``.
-    """
+    """Lane 8 j + i has the address of row i of matrix j, lane 4 r + q two numbers of row r."""
     d.count(2)
     n = int(count)
     registers, place = d.operands if way == "ld" else d.operands[::-1]
