@@ -24,6 +24,20 @@ def test_pages_of_files_do_not_count(tmp_path):
     assert mib(KNOWN, kept=4, freed=10, read=str(file)) == pytest.approx(10, abs=1)  # MiB
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "grad", "most_mib"),
+    [
+        # gradients of weight and hidden, chunk of logits, tiles and their temporaries
+        ("float32", True, 4.3 + 4 + 10),
+        ("float32", False, 12),
+        ("bfloat16", True, 2.2 + 4 + 2 + 14),  # and the float32 accumulator
+    ],
+)
+def test_a_training_step_holds_no_logits(dtype, grad, most_mib):
+    assert 0 < mib("support.memory:step", dtype=dtype, grad=grad) < most_mib
+
+
 def test_a_call_that_fails_says_how():
     with pytest.raises(RuntimeError, match="no_such_function"):
         peak_extra_bytes("support.memory:no_such_function")

@@ -220,17 +220,14 @@ def _copy(d, _):
     return step
 
 
-@form(r"cp\.async\.commit_group")
-def _commit(d):
-    d.count(0)
-    return lambda cta: cta.copies.commit()
-
-
-@form(r"cp\.async\.wait_group")
-def _wait(d):
-    d.count(1)
-    most = d.integer(d.operands[0])
-    return lambda cta: cta.copies.wait(most)
+@form(r"cp\.async\.(commit|wait)_group|wgmma\.(commit|wait)_group\.sync\.aligned")
+def _group(d, of_copies, of_products):
+    """Of copies or products: ends one, or waits until so many are left."""
+    d.count(0 if "commit" in (of_copies, of_products) else 1)
+    most = [d.integer(x) for x in d.operands]
+    if of_copies:
+        return lambda cta: getattr(cta.copies, of_copies)(*most)
+    return lambda cta: getattr(cta.groups, of_products)(*most)
 
 
 @form(r"fence\.proxy\.async\.shared::cta|fence\.proxy\.async")

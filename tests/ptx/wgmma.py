@@ -231,16 +231,3 @@ def _start(d, n, k, kind, same):
 def _fence(d):
     d.count(0)
     return lambda cta: cta.groups.fence()
-
-
-@form(r"wgmma\.commit_group\.sync\.aligned")
-def _commit(d):
-    d.count(0)
-    return lambda cta: cta.groups.commit()
-
-
-@form(r"wgmma\.wait_group\.sync\.aligned")
-def _wait(d):
-    d.count(1)
-    most = d.integer(d.operands[0])
-    return lambda cta: cta.groups.wait(most)

@@ -12,30 +12,35 @@ from fusedce.sharded import sharded_logprobs
 N, H, V = 1024, 64, 16384  # fp32 logits: 64 MiB; weight and its gradient: 4 MiB each
 
 
-def measured(run, dtype):
+def measured(run, dtype, grad=True):
     """``run(hidden, weight, rng)`` of these sizes, called before on some chunks and tiles."""
 
     def call(n, v):
         rng = torch.Generator().manual_seed(0)
         kind = getattr(torch, dtype)
-        hidden = torch.randn(n, H, generator=rng).to(kind).requires_grad_()
-        weight = (0.1 * torch.randn(v, H, generator=rng)).to(kind).requires_grad_()
+        hidden = torch.randn(n, H, generator=rng).to(kind).requires_grad_(grad)
+        weight = (0.1 * torch.randn(v, H, generator=rng)).to(kind).requires_grad_(grad)
         return run(hidden, weight, rng)
 
     call(130, 2048)()
     return call(N, V)
 
 
-def step(dtype: str, memory_budget: int):
+def step(dtype: str, grad: bool, memory_budget: int | None = None):
+    chunk = 64 if memory_budget is None else None
+
     def made(hidden, weight, rng):
         labels = torch.randint(len(weight), hidden.shape[:1], generator=rng)
 
         def run():
-            fused_ce(hidden, weight, labels, memory_budget=memory_budget).loss_sum.backward()
+            out = fused_ce(hidden, weight, labels, chunk_tokens=chunk, memory_budget=memory_budget)
+            if grad:
+                out.loss_sum.backward()
+            return out
 
         return run
 
-    return measured(made, dtype)
+    return measured(made, dtype, grad)
 
 
 def compared(dtype: str, memory_budget: int, divergence: str | None):

@@ -1,9 +1,10 @@
-"""Marks for tests that fail with a version of torch or TRL, for reasons outside of this project."""
+"""Versions, and marks for tests that fail with some, for reasons outside of this project."""
 
 import pytest
 import torch
+import triton
 
-TORCH = tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2])
+TORCH, TRITON = (tuple(int(x) for x in made.__version__.split(".")[:2]) for made in (torch, triton))
 
 # fully_shard(Linear), one backward on two ranks: twice the mean of their gradients in torch 2.8,
 # the mean from 2.11 on.
