@@ -1,6 +1,6 @@
 """Drift of gradient accumulation from one large batch, in nats and in weights.
 
-    python bench/accumulation.py --device cpu     # a small Llama, under 15 minutes on 2 cores
+    python bench/accumulation.py --device cpu     # a small Llama, under 15 minutes on 2 idle cores
     python bench/accumulation.py --device cuda    # SmolLM-135M's configuration, up to 2048 tokens
     python bench/accumulation.py --regime bimodal --steps 5 --resume
     python bench/accumulation.py --smollm         # fine-tunes SmolLM2-135M: see below
