@@ -180,6 +180,7 @@ def finish_sums(
 def walk_kernel(
     hidden,  # (N, H), as weight with rows at multiples of 16 bytes
     weight,  # (V, H)
+    hidden_tiles,  # tensor descriptor of hidden, or None
     weight_tiles,  # tensor descriptor of weight, or None
     bias,  # (V,) or None
     labels,  # (N,) int
@@ -250,8 +251,8 @@ def walk_kernel(
     index = tl.zeros((BLOCK_N,), dtype=tl.int32)
     for start_v in tl.range(begin, end, BLOCK_V):
         z = logits_tile(
-            hidden_rows, weight, weight_tiles, bias, start_v, H, V, stride_wv, scale, softcap,
-            BLOCK_N, BLOCK_V, BLOCK_H, INPUT_PRECISION, UPCAST,
+            hidden_rows, weight, hidden_tiles, block * BLOCK_N, weight_tiles, bias, start_v, H, V,
+            stride_wv, scale, softcap, BLOCK_N, BLOCK_V, BLOCK_H, INPUT_PRECISION, UPCAST,
         )  # fmt: skip
         if t_row is not None:
             z /= t_row[:, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from fusedce.contract.objective import Stats, Upstream
 from fusedce.contract.problem import Problem, Task, Wanted
 
 _NAMES = ("torch", "triton")
+DEFAULT = "triton, else torch"  # of a device that has Triton: see `fusedce.backends.fallback`
 _TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called cuda by torch
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
@@ -98,7 +99,8 @@ def default_backend(device: torch.device, dtype: torch.dtype) -> str:
 def resolve_backend(backend: str | None, hidden: Tensor) -> str:
     """Name of the backend for ``hidden``; an explicit request that cannot run raises.
 
-    If none is asked for, Triton runs only if H is a multiple of 16: it loads others one by one.
+    If none is asked for, Triton runs only if H is a multiple of 16: it loads others one by one. The
+    name is :data:`DEFAULT` then.
 
     Raises:
         ValueError: unknown name.
@@ -107,7 +109,7 @@ def resolve_backend(backend: str | None, hidden: Tensor) -> str:
     """
     default = default_backend(hidden.device, hidden.dtype)
     if backend is None:
-        return default if hidden.shape[-1] % 16 == 0 else "torch"
+        return DEFAULT if default == "triton" and hidden.shape[-1] % 16 == 0 else "torch"
     if backend not in _NAMES:
         raise ValueError(f"backend must be None, 'torch' or 'triton', got {backend!r}")
     if backend == "triton":
@@ -119,6 +121,10 @@ def resolve_backend(backend: str | None, hidden: Tensor) -> str:
 
 def get_backend(name: str | None) -> Backend:
     """The backend of that name, imported at its first use (triton is slow to import)."""
+    if name == DEFAULT:
+        from fusedce.backends.fallback import TRITON_ELSE_TORCH
+
+        return cast(Backend, TRITON_ELSE_TORCH)
     if name == "triton":
         from fusedce.backends import triton
 

@@ -21,7 +21,9 @@ from fusedce.backends import plan
 KiB = 1024
 EVERY_H = 2**31
 ROW_WARPS = 4  # of kernels that take a row of a chunk
-LABEL_BLOCK = (16, 256)  # rows of a label, and of H, added at a time
+LABEL_LOGIT_BLOCK = (16, 256)  # rows, and columns of H, of the labels' logits
+LABEL_GRAD_BLOCK = (4, 1024)  # rows of one label, and columns of H, added at a time
+LABEL_GRAD_WARPS = 8
 
 
 class Blocks(NamedTuple):

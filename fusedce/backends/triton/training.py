@@ -227,7 +227,7 @@ class _Chunks(Head):
         They are relative to the labels' logits, which are computed first: NaN for a bad label.
         """
         (V, H), C, block = self.weight.shape, len(h), self.block
-        block_c, block_h = archs.LABEL_BLOCK
+        block_c, block_h = archs.LABEL_LOGIT_BLOCK
         run(
             label_logit_kernel,
             (-(-C // block_c),),

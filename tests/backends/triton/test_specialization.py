@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.operators import Calls
 from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedce.backends import triton as backend
 from fusedce.backends.gradients import of_inputs
@@ -21,6 +22,8 @@ def key_of(name, value, special):
         return name, "int", special and (value == 1, value % 16 == 0)
     if isinstance(value, float):
         return name, "float"
+    if isinstance(value, TensorDescriptor):  # its shape is an argument, without properties
+        return name, value.base.dtype, tuple(value.block_shape)
     return name, str(value)
 
 
