@@ -157,7 +157,7 @@ def test_the_host_waits_once_in_training_and_never_in_evaluation(trains):
 def test_memory_keeps_to_the_plan(N, H, V):
     from fusedce.backends.plan import way_of
     from fusedce.backends.triton import archs
-    from fusedce.tools.plan import call
+    from fusedce.tools.plan import Device, call
 
     x = inputs(N, H, V, ignored=0.0)
     step(*x)
@@ -168,9 +168,9 @@ def test_memory_keeps_to_the_plan(N, H, V):
     kept = step(*x)
     peak = torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in kept)
     walks = archs.architecture(current()).walks(2)
-    block = walks.gemm.BLOCK_V if walks.gemm_up_to >= H else 0
     memory = torch.cuda.get_device_properties(current()).total_memory
-    planned = way_of(call(N, H, V, 2, (memory, block))).bytes
+    here = Device(memory, walks.gemm.BLOCK_V, walks.gemm_up_to)
+    planned = way_of(call(N, H, V, 2, here)).bytes
     assert peak <= 1.05 * planned + 16 * 2**20
     with torch.no_grad():
         torch.cuda.reset_peak_memory_stats()

@@ -6,17 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.bounds import errs_like
-from support.device import current
-from support.params import slow
+from support.sums import COMPILED, EACH_DTYPE
 
 import fusedce
 from fusedce.testing import Case
 
-COMPILED = current().type != "cpu"
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-ON_DTYPES = pytest.mark.parametrize(
-    "dtype", [x if COMPILED or x is torch.bfloat16 else slow(x) for x in DTYPES]
-)
 N, H, V = (300, 256, 5003) if COMPILED else (24, 64, 299)
 
 
@@ -53,7 +47,7 @@ def chosen(z, labels):
     return where_valid(z.gather(1, labels.clamp(min=0)[:, None])[:, 0], labels)
 
 
-@ON_DTYPES
+@EACH_DTYPE
 def test_losses_by_token(device, dtype):
     compare(
         lambda h, w, y: fusedce.fused_cross_entropy(h, w, y, reduction="none", backend="triton"),
@@ -62,7 +56,7 @@ def test_losses_by_token(device, dtype):
     )
 
 
-@ON_DTYPES
+@EACH_DTYPE
 @pytest.mark.parametrize("temperature", [1.0, "by token"])
 def test_log_probabilities_and_entropy(device, dtype, temperature):
     hidden, weight, labels = inputs(device, dtype)
@@ -81,7 +75,7 @@ def test_log_probabilities_and_entropy(device, dtype, temperature):
     compare(ours, theirs, hidden, weight, labels)
 
 
-@ON_DTYPES
+@EACH_DTYPE
 def test_log_probabilities_of_several_classes(device, dtype):
     hidden, weight, labels = inputs(device, dtype)
     several = torch.stack([labels, (labels + 5).clamp(max=V - 1)], 1)
@@ -97,7 +91,7 @@ def test_log_probabilities_of_several_classes(device, dtype):
     )  # fmt: skip
 
 
-@ON_DTYPES
+@EACH_DTYPE
 def test_class_weights(device, dtype):
     class_weight = torch.linspace(0.0, 3.0, V, device=device)
 
@@ -115,7 +109,7 @@ def test_class_weights(device, dtype):
     )  # fmt: skip
 
 
-@ON_DTYPES
+@EACH_DTYPE
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
 @pytest.mark.parametrize("options", [{}, {"temperature": 2.0, "ce_weight": 0.5}])
 def test_divergences(device, dtype, kind, options):

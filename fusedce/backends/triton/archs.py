@@ -2,9 +2,9 @@
 
 To add an architecture, add a row to :data:`ARCHITECTURES`: `bench/compiler_report.py` and the tests
 compile every kernel for every row, and find launches that spill. The sizes of a launch depend on
-the device, the dtype, the options and the alignment of the weight, never on N: a row's loss must
-have the same bits in every batch. The sizes were chosen from the compiler's registers and spills,
-not yet measured (`bench/LOG.md`); ``bench/loss.py --suite ways blocks`` measures them on a device.
+the device, the dtype, the options and the alignment of the weight; the blocks of a row's loss never
+on N: it must have the same bits in every batch. The sizes were chosen from the compiler's registers
+and spills; those of sm_90 were measured on an H200 (`python bench/gpu.py ways blocks`).
 ``triton.autotune`` is not used: it chooses anew in every process, by timing, inside the first call
 of a user, and its choice would change the last bits of a loss from run to run.
 """
@@ -49,8 +49,7 @@ class Walks(NamedTuple):
     gemm: Blocks | None = None  # the product whose epilogue writes exponentials; None: cuBLAS's
     gemm_with_options: Blocks | None = None  # and argmax
     # Hidden size up to which training uses it. It saves writing and reading float32 tiles, 8 bytes
-    # a logit; its main loop is slower than cuBLAS's, which costs time in proportion to H. On paper
-    # it wins up to 2304 on sm_90, if the main loop reaches 0.78 of cuBLAS's rate.
+    # a logit; its main loop is slower than cuBLAS's, which costs time in proportion to H.
     gemm_up_to: int = 0
 
 
@@ -142,10 +141,12 @@ _HOPPER_TWO = Walks(
     stats_with_options=_HOPPER_NARROW,
     gemm=_HOPPER,
     gemm_with_options=_HOPPER_SMALL,
-    gemm_up_to=plan.EXP_GEMM_H,
+    gemm_up_to=EVERY_H,  # measured on an H200
 )
 _BLACKWELL_TWO = _HOPPER_TWO._replace(
-    forward_with_options=_HOPPER_SMALL, gemm_with_options=_HOPPER_NARROW
+    forward_with_options=_HOPPER_SMALL,
+    gemm_with_options=_HOPPER_NARROW,
+    gemm_up_to=plan.EXP_GEMM_H,  # on paper
 )
 # With 8 warps, sm_100's compiler spills 80 to 112 bytes of a thread's products.
 _BLACKWELL_FOUR = _same(Blocks(128, 64, 32, 16, 3))

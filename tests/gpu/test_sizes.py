@@ -1,113 +1,14 @@
-"""Sums of losses and their gradients by each way of the Triton backend, beside float64."""
-
-from contextlib import nullcontext
-from functools import partial
+"""Sums of any size and memory layout, without valid labels and with bad ones."""
 
 import pytest
 import torch
-from support.device import current, exponentials_by
-from support.params import slow
+from support.sums import EACH_DTYPE, check_sum, sized
 
 import fusedce
-from fusedce.testing import Case, check
-
-COMPILED = current().type != "cpu"
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-LOGITS = ["flat", "peaked", "huge"]
-OPTIONS = [
-    {"bias": True}, {"softcap": 5.0}, {"logit_scale": 0.7}, {"label_smoothing": 0.1},
-    {"z_loss": 0.01}, {"token_weight": True},
-]  # fmt: skip
-ALL_OPTIONS = {name: value for option in OPTIONS for name, value in option.items()}
-
-WAYS = {
-    "one GEMM": (True, {}),
-    "tiles": (False, {}),
-    "chunks by one GEMM": (True, {"chunk_tokens": 128 if COMPILED else 32}),
-    "chunks by tiles": (False, {"chunk_tokens": 128 if COMPILED else 32}),
-    "least budget": (False, {"memory_budget": "least"}),
-}
+from fusedce.testing import Case
 
 
-def sized(large, small):
-    return large if COMPILED else small
-
-
-def least_budget(case, device):
-    """The least budget, from the words of the error about a smaller one."""
-    hidden, weight, labels, _ = case.tensors(device)
-    weight.requires_grad_()
-    with pytest.raises(ValueError, match="memory_budget must be at least") as error:
-        fusedce.fused_ce(hidden.requires_grad_(), weight, labels, backend="triton", memory_budget=1)
-    return int(str(error.value).split("at least ")[1].split()[0])
-
-
-def run(way, dtype, device, *, N, H, V, logits="flat", need=("hidden", "weight"), **options):
-    options = dict(options)
-    bias, token_weight = options.pop("bias", False), options.pop("token_weight", False)
-    need = (*need, "bias") if bias and need else need
-    case = Case(
-        (N,), H, V, dtype, logits=logits, ignored=0.3, with_bias=bias, requires_grad=need,
-        options=options, token_weight=token_weight,
-    )  # fmt: skip
-    one_gemm, given = WAYS[way] if way else (None, {})
-    if given.get("memory_budget") == "least":
-        given = {"memory_budget": least_budget(case, device)}
-    with exponentials_by(one_gemm) if way else nullcontext():
-        check(partial(fusedce.fused_ce, backend="triton", **given), case, device)
-
-
-def quick(*values, on_interpreter):
-    """A case that the interpreter leaves to `make test-slow` unless it is of those named."""
-    return values if COMPILED or on_interpreter else slow(*values)
-
-
-def names(case):
-    return "+".join(case) if isinstance(case, dict) else None
-
-
-@pytest.mark.parametrize(
-    ("dtype", "way", "logits"),
-    [
-        quick(dtype, way, logits, on_interpreter=dtype is torch.bfloat16 and logits == "peaked")
-        for dtype in DTYPES for way in WAYS for logits in LOGITS
-    ],
-)  # fmt: skip
-def test_each_way_trains_as_float64(device, dtype, way, logits):
-    H, V = sized((256, 5008), (64, 304))
-    run(way, dtype, device, N=sized(300, 40), H=H, V=V, logits=logits)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("way", ["one GEMM", "tiles"])
-def test_a_vocabulary_of_odd_size(device, dtype, way):
-    run(way, dtype, device, N=sized(300, 40), H=64, V=sized(5003, 299))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("H", [2304, 2560, 4096])
-def test_sizes_that_choose_a_way_by_themselves(device, dtype, H):
-    run(None, dtype, device, N=300, H=H, V=5003, logits="peaked")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "way", "need", "options"),
-    [
-        quick(dtype, way, need, options, on_interpreter=False)
-        for dtype in DTYPES for way in ("one GEMM", "tiles")
-        for need in (("hidden", "weight"), ())
-        for options in (*OPTIONS, ALL_OPTIONS)
-        if dtype is not torch.float16 or options is ALL_OPTIONS
-    ],
-    ids=names,
-)  # fmt: skip
-def test_options_alone_and_all_together(device, dtype, way, need, options):
-    H, V = sized((256, 3001), (64, 299))
-    run(way, dtype, device, N=sized(200, 40), H=H, V=V, need=need, **options)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@EACH_DTYPE
 @pytest.mark.parametrize(
     ("N", "H", "V"),
     [sized((1, 256, 5003), (1, 64, 299)), (2, 64, 127), (64, 64, 1), (64, 64, 2),
@@ -115,13 +16,13 @@ def test_options_alone_and_all_together(device, dtype, way, need, options):
 )  # fmt: skip
 @pytest.mark.parametrize("need", [(), ("hidden", "weight")], ids=["evaluation", "training"])
 def test_sizes(device, dtype, N, H, V, need):
-    run(None, dtype, device, N=N, H=H, V=V, need=need)
+    check_sum(None, dtype, device, N=N, H=H, V=V, need=need)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@EACH_DTYPE
 @pytest.mark.parametrize("need", [("hidden",), ("weight",)])
 def test_a_gradient_of_one_input_alone(device, dtype, need):
-    run("one GEMM", dtype, device, N=40, H=64, V=299, need=need)
+    check_sum("one GEMM", dtype, device, N=40, H=64, V=299, need=need)
 
 
 @pytest.mark.parametrize("name", ["int32", "transposed", "misaligned", "strided"])
@@ -149,8 +50,8 @@ def test_memory_of_any_layout(device, name):
 
 @pytest.mark.filterwarnings("ignore:fusedce")
 def test_a_hidden_size_that_16_does_not_divide(device):
-    run(None, torch.bfloat16, device, N=40, H=123, V=299)
-    run(None, torch.bfloat16, device, N=40, H=123, V=299, need=())
+    check_sum(None, torch.bfloat16, device, N=40, H=123, V=299)
+    check_sum(None, torch.bfloat16, device, N=40, H=123, V=299, need=())
 
 
 @pytest.mark.parametrize("labels", ["none", "all ignored"])
