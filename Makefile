@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 EXTRAS := .[cli,testing,transformers]
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all quick compiled gpu fuzz test-oldest test-newest lint docs clean
+.PHONY: help demo test test-slow test-all quick compiled gpu fuzz test-oldest test-newest test-torch2.11 lint docs clean
 
 help:
 	@echo "make demo   train a small model three ways, compare, write out/ (set-up, then 2 minutes)"
@@ -18,8 +18,9 @@ help:
 	@echo "            JITTER=7 sums products as another CPU would, ORDER=7 shuffles the tests,"
 	@echo "            TESTS=tests/loss chooses among them: for each of the five"
 	@echo "make fuzz   property tests on random examples for SECONDS=300"
-	@echo "make test-oldest, make test-newest"
-	@echo "            every test with the oldest and the newest torch and Triton (Python 3.10, 3.13)"
+	@echo "make test-oldest, make test-newest, make test-torch2.11"
+	@echo "            every test with the oldest and the newest torch and Triton (Python 3.10, 3.13),"
+	@echo "            and with those that GPU results were measured with (Python 3.12)"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   build the site to out/site, warnings as errors (its own set-up: .venv-docs)"
 	@echo "make clean  remove the environments, out/ and caches"
@@ -70,8 +71,9 @@ fuzz: $(STAMP)
 # Each has its own environment, as big as its torch (about 8 GB), and the Python named here where
 # that is installed. TESTS=tests/loss chooses among the tests.
 PYTHON_oldest ?= $(shell python3.10 -V >/dev/null 2>&1 && echo python3.10 || echo $(PYTHON))
+PYTHON_torch2.11 ?= $(shell python3.12 -V >/dev/null 2>&1 && echo python3.12 || echo $(PYTHON))
 PYTHON_newest ?= $(shell python3.13 -V >/dev/null 2>&1 && echo python3.13 || echo $(PYTHON))
-test-oldest test-newest: test-%: .venv-%/.installed
+test-oldest test-newest test-torch2.11: test-%: .venv-%/.installed
 	@echo "== test-$*: the suite with what constraints-$*.txt pins"
 	@OMP_NUM_THREADS=1 .venv-$*/bin/pytest -n 2 $(or $(TESTS),--ignore=tests/compiled)
 	@$(if $(TESTS),,OMP_NUM_THREADS=1 .venv-$*/bin/pytest -n 2 tests/compiled)
@@ -89,7 +91,7 @@ docs: .venv-docs/.installed
 
 clean:
 	@echo "== clean: removing the environments, out/ and caches"
-	@rm -rf .venv .venv-oldest .venv-newest .venv-docs out build dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .cache
+	@rm -rf .venv .venv-oldest .venv-newest .venv-torch2.11 .venv-docs out build dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A changed dependency list installs again; a failed install leaves no stamp.

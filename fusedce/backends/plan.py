@@ -36,7 +36,8 @@ SCRATCH_CPU = 4 * MiB  # of MKL and oneDNN, and of the allocator (measured)
 COMPARED_ELEMENTS_CPU = 2**17  # per thread, of a tile in which two heads' logits are compared
 
 # Number of float32 logits that the Triton backend holds at a time. The least is 32 MiB, which an L2
-# of 50 MB keeps only in part beside the products' operands; the most limits memory. Between them TILE_FLOPS decides: the host has the next launches ready by then.
+# of 50 MB keeps only in part beside the products' operands; the most limits memory. Between them
+# TILE_FLOPS decides: the host has the next launches ready by then.
 TILE_ELEMENTS = (2**23, 2**25)
 TILE_FLOPS = 2**36
 EXP_BLOCK_V = 2048  # vocabulary entries of a row that share one maximum in training

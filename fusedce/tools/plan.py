@@ -81,7 +81,7 @@ def call(N: int, H: int, V: int, b: int, device: Device | None) -> Call:
     """
     if device is None:
         return Call(N, N, V, H, b, 4, on_cpu=True, triton=False, budget=device_budget(None))
-    block = device.gemm_block if H <= device.gemm_up_to else 0
+    block = device.gemm_block if device.gemm_up_to >= H else 0
     return Call(N, N, V, H, b, b, budget=device_budget(device.memory), gemm_block=block)
 
 
