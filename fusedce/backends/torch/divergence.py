@@ -45,6 +45,7 @@ from fusedce.backends.torch.logit_tiles import (
     Sums,
     TileStats,
     chunks_of,
+    exp_,
     maxima,
     tiles,
     write_labels,
@@ -222,6 +223,7 @@ class _ToTeacher(_Compared):
         some_far, half_shift = bool(far.any()), (shift / 2).to(dtype)
         terms = self._jsd if divergence.kind == JSD else self._kl
         kl, mean = self._impossible(s, t, lse, lse_t), torch.zeros_like(lse)
+        total = torch.zeros_like(lse)
         for begin, of_s, of_t, half, scratch in self.small(s, t):
             slope = self.student.slope(of_s)
             of_ce = self._of_ce(of_s, y, begin, *of_label[:2]) if of_label else None
@@ -235,15 +237,18 @@ class _ToTeacher(_Compared):
             if divergence.kind != FORWARD:
                 written.append(of_t)
                 mean += of_t.sum(0)
+                total += of_s.sum(0)
             if of_ce is not None:
                 written[-1].add_(of_ce)
             if slope is not None:
                 for x in written:
                     x.mul_(slope)
         if shard is not None:
-            kl, mean = sums([kl, mean], shard)
+            kl, *more = sums([kl] if divergence.kind == FORWARD else [kl, mean, total], shard)
+            mean, total = more or (mean, total)
         if divergence.kind != FORWARD:
-            torch.addcmul(t, s, mean.to(dtype), value=-1, out=s)
+            # Probabilities are rounded, and so their sum is not quite 1: it is divided out.
+            torch.addcmul(t, s, (mean / total).to(dtype), value=-1, out=s)
         return kl + divergence.ce_weight * of_label[0] if of_label else kl, s
 
     def _impossible(self, s: Tensor, t: Tensor, lse: Tensor, lse_t: Tensor) -> Tensor:
@@ -268,7 +273,7 @@ class _ToTeacher(_Compared):
     def _of_ce(self, s: Tensor, y: Tensor, begin: int, nll: Tensor, lse: Tensor) -> Tensor:
         """``(v, C)``: gradient of the label's cross-entropy by a tile of logits."""
         temperature = self.divergence.temperature
-        g = _less(torch.mul(s, temperature), lse).exp_()
+        g = exp_(_less(torch.mul(s, temperature), lse))
         write_labels(g, y, begin, (-nll).expm1().to(g.dtype))
         return g.mul_(self.divergence.ce_weight * temperature)
 
@@ -279,8 +284,8 @@ class _ToTeacher(_Compared):
 
     def _kl(self, s: Tensor, t: Tensor, half: Tensor, scratch: Tensor) -> Tensor:
         tanh = torch.tanh(half, out=scratch)
-        q = s.exp_()
-        both = t.exp_().add_(q)  # p + q, in t
+        q = exp_(s)
+        both = exp_(t).add_(q)  # p + q, in t
         if self.divergence.kind == FORWARD:
             g = torch.mul(both, tanh, out=s)  # q - p, the gradient
             return torch.addcmul(g, half, torch.sub(g, both, out=both), out=both).sum(0)
@@ -291,11 +296,11 @@ class _ToTeacher(_Compared):
 
     def _jsd(self, s: Tensor, t: Tensor, half: Tensor, scratch: Tensor) -> Tensor:
         beta = self.divergence.beta
-        big = torch.maximum(s, t, out=s).exp_()  # in s
+        big = exp_(torch.maximum(s, t, out=s))  # in s
         d = half.mul_(-2)  # log p - log q, in half
         minus = torch.abs(d, out=t).neg_()  # -|d|, in t
         teacher = d > 0  # has the larger probability
-        ratio = torch.exp(minus, out=scratch)  # of the smaller probability to the larger one
+        ratio = exp_(scratch.copy_(minus))  # of the smaller probability to the larger one
         q = ratio.where(teacher, 1.0).mul_(big)
         of_p, of_q = d.new_tensor([beta, 1 - beta])
         weight = torch.where(teacher, of_q, of_p)  # of the smaller probability
@@ -347,7 +352,7 @@ class _ToTargets(_Compared):
             slope = self.student.slope(z)
             t = scratch.copy_(self._weighed(chunk, begin, begin + len(z), dtype).t())
             apart += torch.sub(z_label, z, out=behind).mul_(t).sum(0)
-            g = _less(z, lse).exp_().mul_(alpha).sub_(t)
+            g = exp_(_less(z, lse)).mul_(alpha).sub_(t)
             write_labels(g, y, begin, at_label)
             if slope is not None:
                 g.mul_(slope)
