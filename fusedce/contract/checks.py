@@ -81,8 +81,9 @@ def tempered(problem: Problem, temperature: float | Tensor) -> Problem:
 
 def check_options(problem: Problem) -> None:
     """Raise ``TypeError`` or ``ValueError`` unless a problem's numbers and weights are right."""
-    if problem.ignore_index != Problem._field_defaults["ignore_index"]:
-        check_ignore_index(problem.ignore_index, problem.labels)
+    ignored = problem.ignore_index
+    if type(ignored) is not int or ignored != Problem._field_defaults["ignore_index"]:
+        check_ignore_index(ignored, problem.labels)
     for name, default in _DEFAULTS.items():
         value = getattr(problem, name)
         usual = value is None if default is None else type(value) is float and value == default

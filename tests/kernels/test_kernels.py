@@ -17,7 +17,7 @@ from support.params import slow
 
 import fusedce
 from fusedce.backends import triton as launch
-from fusedce.backends.triton import archs, forward
+from fusedce.backends.triton import archs, forward, sum_grads
 from fusedce.contract.labels import bad_label_message
 from fusedce.contract.problem import Problem, Task, Wanted
 from fusedce.testing import Case, check
