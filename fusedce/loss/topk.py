@@ -11,7 +11,7 @@ from fusedce.backends.choose import resolve_backend
 from fusedce.backends.gradients import call_of
 from fusedce.backends.plan import ROW_MULTIPLE, tiles_of
 from fusedce.backends.shards import ALL_HERE, all_gather
-from fusedce.backends.torch.logit_tiles import Logits, blocks_of, tiles
+from fusedce.backends.torch.logit_tiles import Logits, blocks_of, exp_, tiles
 from fusedce.contract.checks import (
     check_int,
     check_tokens,
@@ -135,12 +135,12 @@ def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor
         h = logits.operand(problem.hidden[block])
         best, classes, lse = top[block][:, :0], at[block][:, :0], lses[block]
         for begin, end in tiles(V, step):
-            z = logits.tile(h, begin, end).t().contiguous()  # (R, v)
+            z = logits.tile_by_rows(h, begin, end)  # (R, v)
             if problem.temperature is not None:
                 z.div_(problem.temperature[block, None])
             values, found = _largest(z, min(k, end - begin))
             most = values[:, :1].clamp(min=torch.finfo(z.dtype).min)  # -inf - -inf is NaN
-            sums = z.sub_(most).exp_().sum(1, keepdim=True, dtype=torch.float64)
+            sums = exp_(z.sub_(most)).sum(1, keepdim=True, dtype=torch.float64)
             lse = torch.logaddexp(lse, most + sums.log())
             best, classes = torch.cat([best, values], 1), torch.cat([classes, found + begin], 1)
             best, order = best.sort(dim=1, descending=True, stable=True)

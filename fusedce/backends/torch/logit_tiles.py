@@ -95,6 +95,13 @@ class Logits:
         w = self.rows(begin, end, self.products.logits)
         return self.head.finished(self._product(w, h, out), slice(begin, end))
 
+    def tile_by_rows(self, h: Tensor, begin: int, end: int) -> Tensor:
+        """``(C, v)``: :meth:`tile` with a token's logits in a row."""
+        z = h.new_empty(len(h), end - begin, dtype=self.products.acc)
+        self.products(h, self.rows(begin, end, self.products.logits).t(), z)
+        self.head.finished(z.t(), slice(begin, end))
+        return z
+
     def copy(self, z: Tensor, rows: Rows) -> Tensor:
         """A copy of the columns ``rows`` of logits ``z (v, N)``, until the next tile."""
         found = z[:, rows]
