@@ -11,8 +11,8 @@ anyway; here they exist from the end of the forward pass on. That saves the logi
 computing them a second time: 2 of 8 ``N * V * H`` FLOPs, which :mod:`fusedce.autograd.tokens`
 pays, and keeps ``(N,)`` numbers instead.
 
-There are two operators, so that ``torch.compile`` sees opaque nodes: one computes, the other
-attaches the gradients to the loss.
+Eager code runs one ``torch.autograd.Function``. Compilers, modes and tensor subclasses see two
+operators instead, opaque nodes: one computes, the other attaches the gradients to the loss.
 """
 
 from __future__ import annotations
@@ -35,19 +35,74 @@ from fusedce.contract.problem import (
 )
 from fusedce.contract.results import LossSum
 
+Computed = tuple[Any, ...]
+"""``loss_sum, n_valid``, argmax or None; with gradients their factor and these, (0,) for none."""
 
-def loss_sum(task: Task) -> tuple[Tensor, Tensor, Tensor]:
-    """``loss_sum ()``, differentiable in the inputs whose gradient is wanted; ``n_valid ()``;
 
-    the likeliest classes ``(N,)`` int64, or ``(0,)`` where ``wanted`` does not name them.
+def loss_sum(task: Task) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return ``loss_sum ()``, ``n_valid ()`` and the likeliest classes ``(N,)`` int64.
+
+    The sum is differentiable in the inputs whose gradient is wanted. The classes are something else
+    where ``wanted`` does not name them.
     """
     problem = task.problem
+    train = any(task.wanted[:3])
+    if in_eager_mode(problem):
+        if train:
+            found: tuple[Tensor, Tensor, Tensor | None] = _Sum.apply(
+                problem.hidden, problem.weight, problem.bias, task
+            )
+            return found
+        total, n_valid, argmax, *_ = compute(task)
+        return total, n_valid, argmax
     with torch.no_grad():
         total, n_valid, argmax, factor, *grads = torch.ops.fusedce.sum(*task.flat())
-    if any(task.wanted.gradients()):
+    if train:
         attached: tuple[Any, ...] = (total, factor, problem.hidden, problem.weight, problem.bias)
         total = torch.ops.fusedce.attach(*attached, *grads, problem.backend)
     return total, n_valid, argmax
+
+
+def in_eager_mode(problem: Problem) -> bool:
+    """Whether nobody looks at operators: no compiler, transform, mode or subclass of tensors.
+
+    Then the functions behind them are called directly. The dispatcher takes longer than they do: it
+    fills in defaults in a time that is quadratic in the number of arguments.
+    """
+    hidden, weight, labels, bias, token_weight, *_ = problem
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.maybe_current_level() is None  # a transform
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._get_tracing_state() is None
+        and {type(hidden), type(weight), type(labels), type(bias), type(token_weight)} <= _PLAIN
+    )
+
+
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
+class _Sum(torch.autograd.Function):
+    """The sum in eager mode."""
+
+    @staticmethod
+    def forward(  # (a setup_context of its own would cost 50 us of `inspect`)
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Task
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        total, n_valid, argmax, *saved = compute(task)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for x in (n_valid, argmax) if x is not None))
+        ctx.save_for_backward(*saved)
+        ours, backend = not _keeps_saved_tensors(), str(task.problem.backend)
+        ctx.finish = Finish(task.wanted, hidden.dtype, backend, ours)
+        return total, n_valid, argmax
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None, *_: None) -> tuple[Any, ...]:
+        if upstream is None:
+            return None, None, None, None
+        refuse_second_derivatives()
+        return (*ctx.finish.gradients(ctx.saved_tensors, upstream), None)
 
 
 class Finish(NamedTuple):
@@ -59,15 +114,15 @@ class Finish(NamedTuple):
     ours: bool  # the saved tensors cannot be a user's, so they may be written into
 
     def gradients(self, saved: Sequence[Tensor], upstream: Tensor) -> list[Any]:
-        """Gradients of hidden state, weight and bias; may overwrite ``saved``, see `SumWithGrads`.
+        """Multiply the saved gradients by ``upstream () / expected factor``; may overwrite them.
 
-        ``upstream ()``, the gradient of the sum, over the factor that was expected multiplies them.
+        Returns the gradients of hidden, weight and bias, ``None`` where not wanted.
         """
         factor, *grads = saved
         ratio = upstream / factor
         return [
             _scaled(grad, ratio, self.backend, ours=self.ours).to(self.dtype) if wants else None
-            for grad, wants in zip(grads, self.wanted.gradients(), strict=True)
+            for grad, wants in zip(grads, self.wanted[:3], strict=True)
         ]
 
 
@@ -82,8 +137,10 @@ class SumWithGrads(NamedTuple):
 
 def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
     """The sum and the wanted gradients of a problem, without graph."""
+    task = Task(problem, wanted)
     with torch.no_grad():
-        total, n_valid, _, *saved = torch.ops.fusedce.sum(*Task(problem, wanted).flat())
+        found = compute(task) if in_eager_mode(problem) else torch.ops.fusedce.sum(*task.flat())
+    total, n_valid, _, *saved = found
     ours, dtype = not _keeps_saved_tensors(), problem.hidden.dtype
     finish = Finish(wanted, dtype, str(problem.backend), ours)
     given = problem.hidden, problem.weight, problem.bias
@@ -91,32 +148,45 @@ def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
     return SumWithGrads(LossSum(total, n_valid), tuple(saved), finish, inputs)
 
 
+def compute(task: Task) -> Computed:
+    """The sum, and the gradients that are wanted."""
+    if torch._C._is_any_autocast_enabled():
+        # It would reach the products inside, which are in the dtype they must be in already.
+        with torch.autocast(task.problem.hidden.device.type, enabled=False):
+            return _compute(task)
+    return _compute(task)
+
+
+def _compute(task: Task) -> Computed:
+    problem, wanted, divergence, _ = task
+    labels, backend = problem.labels, get_backend(problem.backend)
+    argmax = None
+    if wanted.argmax:
+        argmax = torch.empty(labels.shape, dtype=torch.int64, device=labels.device)
+    if divergence is not None:
+        losses, n_valid, *grads = backend.divergence_and_grads(task)
+        total = losses.sum(dtype=torch.float64).to(losses.dtype)
+    elif wanted.hidden or wanted.weight or wanted.bias:
+        total, n_valid, *grads = backend.loss_and_grads(task, argmax)
+    else:
+        total, n_valid = backend.loss(problem)
+        grads = []
+    return total, n_valid, argmax, *grads
+
+
 @torch.library.custom_op(
     "fusedce::sum",
     mutates_args=(),
     schema=schema_of("(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", *Task.records()),
 )
-def _summed(*flat: Any) -> tuple[Tensor, ...]:
-    """``loss_sum, n_valid``, argmax, the gradients' factor, three gradients; (0,) where none is."""
-    task = Task.of(flat)[0]
-    problem, wanted = task.problem, task.wanted
-    labels, backend = problem.labels, get_backend(problem.backend)
-    argmax = labels.new_empty(len(labels) if wanted.argmax else 0, dtype=torch.int64)
-    # Autocast would reach the products inside, which are in the dtype they must be in already.
-    with torch.autocast(problem.hidden.device.type, enabled=False):
-        if task.divergence is not None:
-            losses, n_valid, *grads = backend.divergence_and_grads(task)
-            total = losses.sum(dtype=torch.float64).to(losses.dtype)
-            return total, n_valid, argmax, *grads
-        if any(wanted.gradients()):
-            total, n_valid, *grads = backend.loss_and_grads(task, argmax if wanted.argmax else None)
-            return total, n_valid, argmax, *grads
-        total, n_valid = backend.loss(problem)
-        return total, n_valid, argmax, *(total.new_empty(0) for _ in range(4))
+def _summed(*flat: Any) -> Computed:
+    total, n_valid, argmax, *grads = compute(Task.of(flat)[0])
+    argmax = n_valid.new_empty(0) if argmax is None else argmax
+    return total, n_valid, argmax, *(grads or (total.new_empty(0) for _ in range(4)))
 
 
 @_summed.register_fake
-def _(*flat: Any) -> tuple[Tensor, ...]:
+def _(*flat: Any) -> Computed:
     problem, wanted, divergence, _ = Task.of(flat)[0]
     labels = problem.labels
     total = problem.hidden.new_empty((), dtype=acc_dtype(problem.hidden.dtype))

@@ -2,9 +2,12 @@
 
 In :mod:`fusedce.autograd.sums` the forward pass computes the gradients, since a sum has one
 upstream factor. Here each token has its own factors, which are known only in backward: it computes
-the logits a second time and stores none. There are two operators, :func:`_stats` with its
-derivative :func:`_grads`, for every loss: of labels, of several classes, beside a teacher; whole or
-sharded. Both exist as ``torch.autograd.Function`` as well, for transforms of ``torch.func``.
+the logits a second time, unless they are so few that forward keeps them.
+
+:func:`compute_stats` and its derivative :func:`compute_grads` serve every loss: of labels, of
+several classes, beside a teacher; whole or sharded. Eager code runs them in one
+``torch.autograd.Function``; compilers, modes and tensor subclasses see an operator of each, and
+transforms of ``torch.func`` a function of each operator.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd.sums import (
+    in_eager_mode,
     needed_gradients,
     no_second_derivative,
     refuse_second_derivatives,
@@ -31,7 +35,7 @@ from fusedce.backends.shards import (
     of_ranks,
 )
 from fusedce.backends.upstream import Upstreams, Values, upstream_of
-from fusedce.contract.checks import transformed
+from fusedce.contract.checks import no_autocast, transformed
 from fusedce.contract.labels import used_tokens
 from fusedce.contract.objective import Stats, Upstream, token_losses
 from fusedce.contract.problem import Problem, Shard, Task, Wanted, acc_dtype, schema_of
@@ -59,12 +63,76 @@ def token_stats(task: Task) -> tuple[Stats, Tensor]:
     train = any(gradients)
     if transformed():  # inside vmap a tensor does not know that a transform around wants it
         train = torch.is_grad_enabled()
-    hidden, weight, bias = gradients.gradients()  # the budget must suffice for them, too
     lse = wanted.lse or (train and task.divergence is None)
-    task = task.but(wanted=wanted.but(hidden=hidden, weight=weight, bias=bias, lse=lse))
-    stats = transformed_stats.apply if transformed() else torch.ops.fusedce.stats
-    nll, lse, entropy, zmean, z, _, n_valid, argmax = stats(*task.flat())
-    return Stats(nll, lse.to(nll.dtype), entropy, zmean, n_valid, argmax), z
+    # The budget must suffice for the gradients, too.
+    task = task.but(wanted=Wanted(*gradients[:3], *wanted[3:]).but(lse=lse))
+    problem = task.problem
+    if in_eager_mode(problem):
+        inputs = problem.hidden, problem.weight, problem.bias
+        found = _Stats.apply(*inputs, task) if train else compute_stats(task)
+    else:
+        stats = transformed_stats.apply if transformed() else torch.ops.fusedce.stats
+        found = stats(*task.flat())
+    nll, lses, entropy, zmean, z, _, n_valid, argmax = found
+    return Stats(nll, lses.to(nll.dtype), entropy, zmean, n_valid, argmax), z
+
+
+class _Stats(torch.autograd.Function):
+    """The statistics in eager mode."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Task
+    ) -> tuple[Tensor, ...]:
+        kept = None
+        if task.divergence is None and task.shard is None:
+            kept = get_backend(task.problem.backend).room_for_logits(task.problem)
+        found = compute_stats(task, kept)
+        _save(ctx, task.flat(), found, *[] if kept is None else [kept])
+        ctx.wanted = Wanted(*ctx.needs_input_grad[:3])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        given = [u for u in upstream if u is not None]
+        if given:
+            refuse_second_derivatives()
+        # ``is_grads_batched`` takes one sample after another, which the operator knows how to do.
+        plain = not any(torch._C._functorch.is_legacy_batchedtensor(u) for u in given)
+        made = input_grads(ctx, upstream, None if plain else torch.ops.fusedce.grads)
+        hidden, weight, _, bias, *_ = made
+        return hidden, weight, bias, None
+
+
+def compute_stats(task: Task, kept: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Statistics of the tokens: `SavedStats`, ``n_valid``, argmax; ``(0,)`` where not wanted.
+
+    ``kept``: memory for the logits, see `Backend.room_for_logits`.
+    """
+    problem, wanted, divergence, shard = task
+    labels, backend = problem.labels, get_backend(problem.backend)
+    with torch.no_grad(), no_autocast(problem.hidden.device):
+        if divergence is not None:
+            check_divergence_budget(task)
+            loss, n_valid, *_ = backend.divergence_and_grads(task.but(wanted=Wanted()))
+            lse, *nothing = (loss.new_empty(0) for _ in range(5))
+            return loss, lse.double(), *nothing, n_valid, labels.new_empty(0, dtype=torch.int64)
+        problem = chosen.with_what_is_left(problem, wanted, shard)
+        z = problem.hidden.new_empty(0, dtype=acc_dtype(problem.hidden.dtype))
+        if labels.dim() == 2:
+            z = chosen.logits_of_classes(problem, shard)
+            problem = chosen.one_class(problem, z)
+        argmax = labels.new_empty(len(labels) if wanted.argmax else 0, dtype=torch.int64)
+        to_fill = argmax if wanted.argmax else None
+        if shard is not None:
+            found = OfShard(backend, shard).token_stats(problem, wanted, to_fill)
+        elif kept is not None:
+            found = backend.token_stats(problem, wanted, to_fill, kept)
+        else:
+            found = backend.token_stats(problem, wanted, to_fill)
+        top = found.top if _needs_top(problem, wanted) else z.new_empty(0)
+        assert top is not None
+        return *found[:4], z, top, found.n_valid, argmax
 
 
 # ---- operators -----------------------------------------------------------------------------------
@@ -76,26 +144,7 @@ def token_stats(task: Task) -> tuple[Stats, Tensor]:
     schema=schema_of(f"({', '.join(['Tensor'] * 8)})", *Task.records()),
 )
 def _stats(*flat: Any) -> tuple[Tensor, ...]:
-    task = Task.of(flat)[0]
-    problem, wanted, divergence, shard = task
-    labels, backend = problem.labels, get_backend(problem.backend)
-    with torch.no_grad(), torch.autocast(problem.hidden.device.type, enabled=False):
-        if divergence is not None:
-            check_divergence_budget(task)
-            loss, n_valid, *_ = backend.divergence_and_grads(task.but(wanted=Wanted()))
-            lse, *nothing = (loss.new_empty(0) for _ in range(5))
-            return loss, lse.double(), *nothing, n_valid, labels.new_empty(0, dtype=torch.int64)
-        over_ranks: Backend | OfShard = backend if shard is None else OfShard(backend, shard)
-        problem = chosen.with_what_is_left(problem, wanted, shard)
-        z = problem.hidden.new_empty(0, dtype=acc_dtype(problem.hidden.dtype))
-        if labels.dim() == 2:
-            z = chosen.logits_of_classes(problem, shard)
-            problem = chosen.one_class(problem, z)
-        argmax = labels.new_empty(len(labels) if wanted.argmax else 0, dtype=torch.int64)
-        found = over_ranks.token_stats(problem, wanted, argmax if wanted.argmax else None)
-        top = found.top if _needs_top(problem, wanted) else z.new_empty(0)
-        assert top is not None
-        return *found[:4], z, top, found.n_valid, argmax
+    return compute_stats(Task.of(flat)[0])
 
 
 def _needs_top(problem: Problem, wanted: Wanted) -> bool:
@@ -124,16 +173,20 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save the task and the statistics for :func:`input_grads`."""
+    _save(ctx, inputs, output)
+    ctx.wanted = needed_gradients(ctx, Problem)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], *more: Tensor) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[5:])
-    ctx.wanted = needed_gradients(ctx, Problem)
     ctx.at = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
     ctx.options = tuple(None if isinstance(x, Tensor) else x for x in inputs)
-    ctx.save_for_backward(*(inputs[i] for i in ctx.at), *output[:6])
+    ctx.save_for_backward(*(inputs[i] for i in ctx.at), *output[:6], *more)
 
 
-def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], grads_op: Any) -> tuple[Any, ...]:
-    """Gradients for the arguments of ``stats``, computed by ``grads_op``."""
+def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], operator: Any) -> tuple[Any, ...]:
+    """Gradients for the arguments of ``stats``; by ``operator``, or directly if it is ``None``."""
     nothing: list[Any] = [None] * len(ctx.options)
     flat, saved = list(ctx.options), ctx.saved_tensors
     for i, x in zip(ctx.at, saved, strict=False):
@@ -144,7 +197,12 @@ def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], grads_op: Any) ->
         return tuple(nothing)
     hidden, weight, bias = wanted.gradients()
     task = task.but(wanted=task.wanted.but(hidden=hidden, weight=weight, bias=bias))
-    made = grads_op(*task.flat(*saved[len(ctx.at) :], *Upstreams(*upstream)))
+    at = len(ctx.at)
+    own, kept = saved[at : at + 6], saved[at + 6 :]
+    if operator is None:
+        made = compute_grads(task, Values(*own), Upstreams(*upstream), *kept)
+    else:
+        made = operator(*task.flat(*own, *Upstreams(*upstream)))
     for name, grad in zip(("hidden", "weight", "bias"), made, strict=True):
         if getattr(wanted, name):
             nothing[Problem._fields.index(name)] = grad
@@ -160,30 +218,37 @@ def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
 _stats.register_autograd(_backward, setup_context=setup_context)
 
 
-@torch.library.custom_op(
-    "fusedce::grads",
-    mutates_args=(),
-    schema=schema_of("(Tensor, Tensor, Tensor)", *Task.records(Values, Upstreams)),
-)
-def _grads(*flat: Any) -> tuple[Tensor, ...]:
-    task, values, upstreams = Task.of(flat, Values, Upstreams)
+def compute_grads(
+    task: Task, values: Values, upstreams: Upstreams, kept: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of hidden, weight and bias, ``(0,)`` where not wanted."""
     problem, wanted, divergence, shard = task
     backend, dtype = get_backend(problem.backend), problem.hidden.dtype
-    with torch.no_grad(), torch.autocast(problem.hidden.device.type, enabled=False):
+    with torch.no_grad(), no_autocast(problem.hidden.device):
         if divergence is not None:
             made = backend.divergence_and_grads(task.but(problem=_weighed(problem, upstreams.nll)))
-            return tuple(x.to(dtype) for x in made[3:])
-        over_ranks: Backend | OfShard = backend
-        V, classes = len(problem.weight), None
-        if shard is not None:
-            over_ranks, V = OfShard(backend, shard), shard.V
+            d_hidden, d_weight, d_bias = (x.to(dtype) for x in made[3:])
+            return d_hidden, d_weight, d_bias
+        V, classes = len(problem.weight) if shard is None else shard.V, None
         problem = chosen.with_what_is_left(problem, wanted, shard)
         if problem.labels.dim() == 2:
             valid, classes = chosen.in_range(problem, problem.labels, V)
             classes = classes.masked_fill(~valid, -1)
             problem = chosen.one_class(problem, values.z)
         upstream = upstream_of(problem, values, upstreams, V=V, chosen=classes)
-        return over_ranks.token_grads(problem, wanted, values.lse, upstream, of_inputs(problem))
+        given = problem, wanted, values.lse, upstream, of_inputs(problem)
+        if shard is not None:
+            return OfShard(backend, shard).token_grads(*given)
+        return backend.token_grads(*given) if kept is None else backend.token_grads(*given, kept)
+
+
+@torch.library.custom_op(
+    "fusedce::grads",
+    mutates_args=(),
+    schema=schema_of("(Tensor, Tensor, Tensor)", *Task.records(Values, Upstreams)),
+)
+def _grads(*flat: Any) -> tuple[Tensor, ...]:
+    return compute_grads(*Task.of(flat, Values, Upstreams))
 
 
 def _weighed(problem: Problem, upstream: Tensor | None) -> Problem:

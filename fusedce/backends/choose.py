@@ -32,9 +32,17 @@ class Backend(Protocol):
         """``loss_sum ()`` and ``n_valid ()`` of plain cross-entropy, in one pass."""
 
     def loss_and_grads(self, task: Task, argmax: Tensor | None) -> Summed:
-        """The sum and its wanted gradients, without label smoothing and without shards."""
+        """The sum and its wanted gradients, without shards; label smoothing if `sums_smoothing`."""
 
-    def token_stats(self, problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
+    def sums_smoothing(self, problem: Problem) -> bool:
+        """Whether `loss_and_grads` computes the label smoothing of this problem."""
+
+    def room_for_logits(self, problem: Problem) -> Tensor | None:
+        """Memory for logits that forward fills and backward reads; ``None``: they are not kept."""
+
+    def token_stats(
+        self, problem: Problem, wanted: Wanted, argmax: Tensor | None, kept: Tensor | None = None
+    ) -> Stats:
         """Statistics of every token, in one pass; with ``argmax`` the largest logit as well."""
 
     def token_grads(
@@ -44,8 +52,9 @@ class Backend(Protocol):
         lse: Tensor,  # (N,)
         upstream: Upstream,
         dtypes: Dtypes,
+        kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients with factors of each token's own, from logits computed anew."""
+        """Gradients with factors of each token's own, from logits ``kept``, or computed anew."""
 
     def divergence_and_grads(self, task: Task) -> Summed:
         """``(N,)`` losses beside a teacher, or beside given probabilities; as above."""
@@ -119,6 +128,7 @@ def resolve_backend(backend: str | None, hidden: Tensor) -> str:
     return backend
 
 
+@functools.cache
 def get_backend(name: str | None) -> Backend:
     """The backend of that name, imported at its first use (triton is slow to import)."""
     if name == DEFAULT:

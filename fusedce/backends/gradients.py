@@ -33,7 +33,7 @@ def waiting(problem: Problem) -> Dtypes:
     in float32, since the gradient of a sum can overflow float16 where that of a mean does not.
     """
     dtype = problem.hidden.dtype
-    acc = acc_dtype(dtype)
+    acc = torch.float64 if dtype == torch.float64 else torch.float32
     return Dtypes(acc, acc if dtype == torch.float16 else dtype, acc)
 
 
@@ -154,11 +154,12 @@ class Gradients:
 
     def written(self) -> tuple[Tensor, Tensor, Tensor]:
         """``d_hidden, d_weight, d_bias`` in their dtypes, (0,) where not wanted."""
-        d_hidden, d_weight, d_bias = (
-            torch.empty(0, dtype=dtype, device=self.device) if grad is None else grad.to(dtype)
-            for grad, dtype in zip((self.hidden, self.weight, self.bias), self.dtypes, strict=True)
-        )
-        return d_hidden, d_weight, d_bias
+        made = []
+        for grad, dtype in zip((self.hidden, self.weight, self.bias), self.dtypes, strict=True):
+            if grad is None:
+                grad = torch.empty(0, dtype=dtype, device=self.device)
+            made.append(grad if grad.dtype == dtype else grad.to(dtype))
+        return made[0], made[1], made[2]
 
 
 def add_rows(total: Tensor, y: Tensor, rows: Tensor) -> None:

@@ -152,6 +152,27 @@ def tiles_of(
     return by_tiles(call, tokens if chunk_tokens is None else min(chunk_tokens, n), T)
 
 
+def evaluation_tile(n: int, *, on_cpu: bool) -> tuple[int, int]:
+    """Tokens and classes of a tile where the torch backend's loss has no gradient and no budget."""
+    limits = CPU if on_cpu else DEVICE
+    tokens = equal_parts(max(n, 1), limits.block_tokens, limits.block_multiple)
+    return tokens, most_classes(limits, tokens)
+
+
+def is_one_tile(n: int, V: int, logit: int, *, on_cpu: bool) -> bool:
+    """Whether a call of the torch backend without a budget is one chunk of one tile.
+
+    Most small calls are, and need no `Call` and no plan.
+    """
+    limits = CPU if on_cpu else DEVICE
+    return most_classes(limits, n) >= V and n * V * logit <= CPU_BUDGET
+
+
+def most_classes(limits: Limits, tokens: int) -> int:
+    """Classes of a tile of the torch backend, so that its logits stay in the cache."""
+    return min(max(limits.tile_elements // max(tokens, 1), 256), 8192)
+
+
 def least_bytes(call: Call) -> int:
     """The least budget of :func:`way_of`."""
     return min(make(call, sizes[0], T).bytes for make, sizes, T in _ways(call, _LEAST_CLASSES))
@@ -246,7 +267,7 @@ def tile_classes(call: Call, memory_budget: int | None, C: int = 1) -> int:
     if memory_budget is None:
         if call.triton:
             return most
-        return min(max(call.limits.tile_elements // max(C, 1), 256), 8192)
+        return most_classes(call.limits, C)
     tokens = 2048 if call.triton else 128
     each = tokens * (4 + call.element) + (1 if call.triton else 3) * call.H * call.acc
     while most > _LEAST_CLASSES and most * each > memory_budget // 3:

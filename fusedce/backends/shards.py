@@ -108,6 +108,10 @@ class Tokens(NamedTuple):
         return slice(first, first + self.n)
 
 
+ALL_HERE = Tokens()
+"""All ranks hold the same tokens, or there is one rank."""
+
+
 class _Gathered(torch.autograd.Function):
     """Hidden states of all ranks. Each rank has the whole of their gradient, and keeps its own."""
 

@@ -56,11 +56,12 @@ class Upstream(NamedTuple):
 class Slopes(NamedTuple):
     """Derivatives of a token's loss, ``(n,)`` each or one number for all.
 
-    Their sum over a row of logits, ``nll * (p - onehot) + lse * p``, is its gradient.
+    The gradient of a row of logits is ``nll * (p - onehot) + lse * p - zmean * c / V``.
     """
 
     nll: Tensor | float
     lse: Tensor | float
+    zmean: Tensor | float = 0.0  # minus the derivative
 
 
 def folded(problem: Problem) -> Problem:
@@ -104,11 +105,17 @@ def slopes(
     y: Tensor,  # (n,) labels, in range
     lse: Tensor,  # (n,)
 ) -> Slopes:
-    """Derivatives of :func:`token_losses` by nll and lse, without label smoothing."""
-    c, w = problem.class_weight, problem.token_weight
+    """Derivatives of :func:`token_losses` by nll, lse and zmean."""
+    c, w, smoothing = problem.class_weight, problem.token_weight, problem.label_smoothing
     by_nll = 1.0 if c is None else c.to(lse)[y]
     by_lse = 2 * problem.z_loss * lse if problem.z_loss else 0.0
-    return Slopes(by_nll, by_lse) if w is None else Slopes(w.to(lse) * by_nll, w.to(lse) * by_lse)
+    if smoothing:
+        mean: Tensor | float = 1.0 if c is None else c.mean(dtype=torch.float64)
+        by_nll, by_lse = (1 - smoothing) * by_nll, by_lse + smoothing * mean
+    if w is None:
+        return Slopes(by_nll, by_lse, smoothing)
+    w = w.to(lse)
+    return Slopes(w * by_nll, w * by_lse, w * smoothing)
 
 
 def weights_and_count(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -175,7 +182,7 @@ def with_expected_upstream(problem: Problem) -> Problem:
     """The problem with the expected factor, unless it holds one already or is compiled."""
     if problem.expected_upstream is not None or torch.compiler.is_compiling():
         return problem
-    factor = expected()
+    factor = _expected.get()
     if callable(factor):
         factor = factor()
     if factor is None:

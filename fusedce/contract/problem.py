@@ -109,8 +109,11 @@ class Wanted(NamedTuple):
     @classmethod
     def of(cls, problem: Problem) -> Wanted:
         """Gradients of those inputs that require one now."""
-        inputs, grad = (problem.hidden, problem.weight, problem.bias), torch.is_grad_enabled()
-        return cls(*[grad and x is not None and x.requires_grad for x in inputs])
+        if not torch.is_grad_enabled():
+            return cls()
+        hidden, weight, bias = problem.hidden, problem.weight, problem.bias
+        bias_too = bias is not None and bias.requires_grad
+        return cls(hidden.requires_grad, weight.requires_grad, bias_too)
 
 
 class Projection(NamedTuple):

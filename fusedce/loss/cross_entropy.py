@@ -11,14 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from fusedce.autograd import dispatch
-from fusedce.contract.checks import check_choice
+from fusedce.backends.shards import ALL_HERE
+from fusedce.contract.checks import check_choice, check_unsharded, checked, is_sharded
 from fusedce.contract.divergence import targets_of
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.labels import shift_labels
 from fusedce.contract.objective import expected, weights_and_count
 from fusedce.contract.problem import Divergence, Problem, Task, acc_dtype
-from fusedce.loss.sharded_problem import LOSSES, SUM, divergence_task, no_labels, ready
+from fusedce.loss.sharded_problem import (
+    LOSSES,
+    SUM,
+    agree,
+    divergence_task,
+    no_labels,
+)
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = get_args(Reduction)
@@ -105,16 +112,23 @@ def fused_cross_entropy(
         label_smoothing=label_smoothing, z_loss=z_loss, chunk_tokens=chunk_tokens,
         memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
-    placed = process_group, tokens_sharded, vocab_size
+    sharding = process_group, tokens_sharded, vocab_size
     tensors = isinstance(labels, Tensor) and isinstance(hidden, Tensor)
     if tensors and labels.is_floating_point() and labels.dim() == hidden.dim():
-        return _of_probabilities(problem, placed, reduction)
+        return _of_probabilities(problem, sharding, reduction)
+    shard, tokens = None, ALL_HERE
+    if is_sharded(weight, process_group):
 
-    def check(given: Problem) -> dict[str, Any]:
+        def check(given: Problem) -> dict[str, Any]:
+            check_choice("reduction", reduction, REDUCTIONS)
+            return {"reduction": reduction}
+
+        function = LOSSES if reduction == "none" else SUM
+        problem, shard, tokens = agree(problem, sharding, function, check)
+    else:
+        check_unsharded(tokens_sharded, vocab_size)
+        problem = checked(problem)
         check_choice("reduction", reduction, REDUCTIONS)
-        return {"reduction": reduction}
-
-    problem, shard, tokens = ready(problem, placed, LOSSES if reduction == "none" else SUM, check)
     task = Task(problem, shard=shard)
     if reduction == "none":
         return tokens.own(dispatch.token_losses(task))[0].view(local_of(labels).shape)
@@ -136,7 +150,7 @@ def _reduced(task: Task, reduction: str, counted: Problem) -> Tensor:
     return dispatch.loss_sum(task)[0].loss_sum / denominator
 
 
-def _of_probabilities(problem: Problem, placed: Any, reduction: str) -> Tensor:
+def _of_probabilities(problem: Problem, sharding: Any, reduction: str) -> Tensor:
     """The loss of class probabilities; on a sharded vocabulary of those of this rank's classes."""
     given, asked = local_of(problem.labels), problem
 
@@ -146,7 +160,7 @@ def _of_probabilities(problem: Problem, placed: Any, reduction: str) -> Tensor:
 
     labels, backend = no_labels(problem.hidden), problem.backend or "torch"
     problem = problem.but(labels=labels, ignore_index=None, backend=backend)
-    task, tokens = divergence_task(problem, placed, reduction, check)
+    task, tokens = divergence_task(problem, sharding, reduction, check)
     if tokens.group is not None:
         raise ValueError(
             "tokens_sharded must be False with labels of class probabilities: a rank needs those "

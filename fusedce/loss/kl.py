@@ -162,5 +162,5 @@ def _asked(
     def check(here: Problem, shard: bool) -> Divergence:
         return checked_divergence(here, given.local() if shard else given, labels, shard=shard)
 
-    placed = process_group, tokens_sharded, vocab_size
-    return divergence_task(student, placed, reduction, check)
+    sharding = process_group, tokens_sharded, vocab_size
+    return divergence_task(student, sharding, reduction, check)

@@ -14,7 +14,7 @@ from support.tiny_trainer import V, llama
 
 from fusedce import head_report, replace_loss_head, restore_loss_head
 from fusedce.backends import plan
-from fusedce.backends.torch import training
+from fusedce.backends.torch import sum_grads
 
 WITHOUT_GRAD = [mode for mode in MODES if mode != "grad"]
 CLASSES = [
@@ -132,7 +132,7 @@ def test_a_memory_budget_is_that_of_the_loss_and_of_heads_that_come_later(monkey
             asked.append(options["memory_budget"])
         return plan.way_of(call, **options)
 
-    monkeypatch.setattr(training, "way_of", watched)
+    monkeypatch.setattr(sum_grads, "way_of", watched)
     model = replace_loss_head(llama(), memory_budget=2**26)
     run(model).backward()
     model.resize_token_embeddings(V + 7)

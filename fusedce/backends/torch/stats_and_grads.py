@@ -1,7 +1,8 @@
 """The torch backend, token by token: statistics of the logits, and their gradients.
 
 Each token has an upstream factor of its own, known only in backward. So the logits are computed a
-second time, with the log-sum-exp known, by *tiles of the vocabulary*: a tile of logits becomes its
+second time, unless all of them fit into what a chunk may hold: then forward keeps them. With the
+log-sum-exp known, work goes by *tiles of the vocabulary*: a tile of logits becomes its
 own gradient in place, and one product of it with the hidden states gives these rows of the weight
 gradient, complete and rounded once. Parts of ``d_hidden`` are added up in float32 or better. Inside
 a tile, work goes by blocks of tokens.
@@ -17,13 +18,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Dtypes, Gradients, add_rows, call_of, check_budget
-from fusedce.backends.plan import tiles_of
+from fusedce.backends.gradients import (
+    Dtypes,
+    Gradients,
+    add_rows,
+    call_of,
+    check_budget,
+    memory_of,
+)
+from fusedce.backends.plan import CPU_BUDGET, device_budget, most_classes, tiles_of
 from fusedce.backends.torch.logit_tiles import (
     Logits,
     Rows,
     TileStats,
     blocks_of,
+    column_sums,
+    exp_,
     label_entry,
     tiles,
     write_labels,
@@ -35,8 +45,21 @@ from fusedce.contract.problem import Problem, Projection, Wanted, acc_dtype
 _LOWEST = -1e4  # nats: a probability of 0, in float64 too
 
 
-def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
-    """One pass over the logits; holds one tile of them."""
+def room_for_logits(problem: Problem) -> Tensor | None:
+    """``(V, N)``, if finished logits of all positions take no more than a chunk's by default."""
+    N, V, acc = len(problem.labels), len(problem.weight), acc_dtype(problem.hidden.dtype)
+    limited = problem.memory_budget is not None or problem.chunk_tokens is not None
+    on_cpu = problem.hidden.device.type == "cpu"
+    budget = CPU_BUDGET if on_cpu else device_budget(memory_of(problem.hidden.device))
+    if limited or N * V * acc.itemsize > budget:
+        return None
+    return torch.empty(V, N, dtype=acc, device=problem.hidden.device)
+
+
+def token_stats(
+    problem: Problem, wanted: Wanted, argmax: Tensor | None, kept: Tensor | None = None
+) -> Stats:
+    """One pass over the logits; holds one tile of them, and fills ``kept (V, N)``."""
     N, V = len(problem.labels), problem.weight.shape[0]
     used, n_valid = used_tokens(problem)
     rows = used.nonzero()[:, 0]
@@ -63,10 +86,12 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
         temperature = None if problem.temperature is None else problem.temperature[block]
         for begin, end in tiles(V, way.classes):
             z = logits.tile(h, begin, end)  # (v, R)
+            if kept is not None:
+                kept[begin:end, block] = z
             if temperature is not None:
                 z.div_(temperature)
             if wanted.zmean:
-                zmean += _column_sums(z, None if c is None else c[begin:end])
+                zmean += column_sums(z, None if c is None else c[begin:end])
             seen.add(z, begin)
         if wanted.entropy:
             nll, lse, entropy = seen.with_entropy()
@@ -89,8 +114,9 @@ def token_grads(
     lse: Tensor,  # (N,)
     upstream: Upstream,
     dtypes: Dtypes,
+    kept: Tensor | None = None,  # (V, N) finished logits
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The wanted gradients, from logits computed anew; holds one tile of them."""
+    """The wanted gradients, from logits ``kept`` or computed anew; holds one tile of them."""
     V, H = problem.weight.shape
     logits = Logits(Projection.of(problem))
     products = logits.products
@@ -98,18 +124,24 @@ def token_grads(
     rows = (problem.valid() & upstream.used).nonzero()[:, 0]
     call = call_of(problem, wanted, len(rows), dtypes)
     way = tiles_of(call, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget)
+    classes = way.classes
+    if kept is not None:  # nothing is multiplied again, so no bits depend on the tile
+        classes = most_classes(call.limits, min(way.tokens, len(rows)))
     grads = Gradients(problem, wanted, dtypes=dtypes, chunks=len(rows), by_tiles=True)
     blocks = [_Block.of(problem, b, lse, upstream) for b in blocks_of(rows, way.tokens)]
     sums = None  # (T, H), of a tile's rows of the weight gradient
     if grads.weight is not None and grads.weight.dtype != acc and blocks:
-        sums = torch.empty(way.classes, H, dtype=acc, device=grads.weight.device)
-    for begin, end in tiles(V, way.classes if blocks else V):
+        sums = torch.empty(min(classes, V), H, dtype=acc, device=grads.weight.device)
+    for begin, end in tiles(V, classes if blocks else V):
         of_tile = None if grads.weight is None else grads.weight[begin:end]
         d_weight = of_tile if sums is None else sums[: end - begin]
         for number, block in enumerate(blocks):
             hidden = problem.hidden[block.rows]  # (R, H)
-            h = logits.operand(hidden)
-            g = _gradient(problem, logits, block, h, begin, end)  # (v, R)
+            if kept is None:
+                z = logits.tile(logits.operand(hidden), begin, end)  # (v, R)
+            else:  # (a copy: the graph may be retained)
+                z = logits.copy(kept[begin:end], block.rows)
+            g = _gradient(problem, logits.head, block, z, begin)
             if grads.bias is not None:
                 grads.bias[begin:end] += g.sum(1)
             tokens = ((block.y >= begin) & (block.y < end)).nonzero()[:, 0]
@@ -163,27 +195,23 @@ class _Block(NamedTuple):
         return cls(rows, y, lse[rows].to(acc), Upstream(*map(factor, upstream)), temperature)
 
 
-def _gradient(
-    problem: Problem, logits: Logits, block: _Block, h: Tensor, begin: int, end: int
-) -> Tensor:
-    """``(v, R)``: derivative by the products of hidden states and classes ``begin`` to ``end``."""
-    head = logits.head
-    z = logits.tile(h, begin, end)
+def _gradient(problem: Problem, head: Projection, block: _Block, z: Tensor, begin: int) -> Tensor:
+    """``(v, R)``, in place of ``z``: derivative by the products of classes from ``begin`` on."""
     slope = head.slope(z)
     if block.temperature is not None:
         z.div_(block.temperature)
     log_p = z.sub_(block.lse)
     by = block.by
     if by.beta is None:
-        g = log_p.exp_().mul_(by.alpha)
+        g = exp_(log_p).mul_(by.alpha)
     else:  # (p is 0 where log p is so low, and 0 times any number is 0)
-        g = log_p.exp()
+        g = exp_(log_p.clone())
         g.mul_(log_p.clamp_(min=_LOWEST).mul_(-by.beta).add_(by.alpha))
     if by.gamma is not None:
         if problem.class_weight is None:
             g.add_(by.gamma)
         else:
-            g.addr_(problem.class_weight[begin:end].to(g.dtype), by.gamma)
+            g.addr_(problem.class_weight[begin : begin + len(g)].to(g.dtype), by.gamma)
     write_labels(g, block.y, begin, by.at_label)
     if slope is not None:
         g.mul_(slope)
@@ -198,10 +226,3 @@ def _gradient(
         for some, x in zip(at.split(step), entries.split(step), strict=True):
             g.scatter_add_(0, some, x)
     return g
-
-
-def _column_sums(z: Tensor, c: Tensor | None) -> Tensor:
-    """``sum_v c_v z_v (C,)`` float64 of a tile ``z (v, C)``; a class of weight 0 adds 0."""
-    if c is None:
-        return z.sum(0).double()
-    return torch.mv(z.masked_fill((c == 0)[:, None], 0).t(), c).double()

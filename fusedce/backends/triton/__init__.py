@@ -5,18 +5,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from fusedce.backends.gradients import Summed
-from fusedce.backends.triton import archs, divergence, training
+from fusedce.backends.triton import archs, divergence, sum_grads
 from fusedce.backends.triton.forward import loss, token_stats
 from fusedce.backends.triton.launch import on, run
 from fusedce.backends.triton.vocab_tiles import token_grads
-from fusedce.contract.problem import Task
+from fusedce.contract.problem import Problem, Task
 from fusedce.kernels.input_grads import scale_kernel
 
 __all__ = [
     "divergence_and_grads",
     "loss",
     "loss_and_grads",
+    "room_for_logits",
     "scale_",
+    "sums_smoothing",
     "token_grads",
     "token_stats",
 ]
@@ -28,7 +30,7 @@ SCALE_BLOCK = 8192  # numbers that a program multiplies at a time
 def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
     """The sum and its wanted gradients."""
     assert task.shard is None, "sums over shards go by their tokens"
-    return training.loss_and_grads(task.problem, task.wanted, argmax)
+    return sum_grads.loss_and_grads(task.problem, task.wanted, argmax)
 
 
 def divergence_and_grads(task: Task) -> Summed:
@@ -36,6 +38,15 @@ def divergence_and_grads(task: Task) -> Summed:
     assert task.divergence is not None
     assert task.shard is None, "sharded divergences are the torch backend's"
     return divergence.divergence_and_grads(task.problem, task.divergence, task.wanted)
+
+
+def sums_smoothing(problem: Problem) -> bool:
+    """Never: a chunk's exponentials have two bytes, from which no share can be taken."""
+    return False
+
+
+def room_for_logits(problem: Problem) -> None:
+    """Never: the logits stay in registers."""
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:

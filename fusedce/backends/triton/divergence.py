@@ -27,7 +27,7 @@ from fusedce.backends.triton.launch import (
     run,
 )
 from fusedce.backends.triton.products import add_product, product, scaled_by
-from fusedce.backends.triton.training import rows_and_factor
+from fusedce.backends.triton.sum_grads import rows_and_factor
 from fusedce.contract.problem import KINDS, Divergence, Problem, Wanted
 from fusedce.kernels.divergence import EDGE, divergence_rows_kernel
 

@@ -68,8 +68,11 @@ def loss(
     return packed.loss_sum, packed.n_valid
 
 
-def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
+def token_stats(
+    problem: Problem, wanted: Wanted, argmax: Tensor | None, kept: Tensor | None = None
+) -> Stats:
     """Statistics in one pass over the logits, which stay in registers; never waits for the GPU."""
+    assert kept is None
     check_budget(problem, call_of(problem, wanted, len(problem.labels), triton=True))
     problem = problem.but(labels=problem.labels.contiguous())
     N, device = len(problem.hidden), problem.hidden.device

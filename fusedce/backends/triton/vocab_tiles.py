@@ -35,8 +35,10 @@ def token_grads(
     lse: Tensor,  # (N,)
     upstream: Upstream,
     dtypes: Dtypes,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The wanted gradients; reads the number of used tokens once, since cuBLAS needs it."""
+    assert kept is None
     N, device, asked = len(problem.labels), problem.hidden.device, dtypes
     if upstream.at_classes is not None and problem.memory_budget is None:
         dtypes = Dtypes(*[torch.float32] * 3)  # so that their entries are rounded with the rest

@@ -7,7 +7,7 @@ from support.params import slow
 
 from fusedce.backends import plan
 from fusedce.backends import triton as backend
-from fusedce.backends.triton import archs, training
+from fusedce.backends.triton import archs, sum_grads
 from fusedce.contract.problem import Problem, Task, Wanted
 from fusedce.testing import Case
 
@@ -56,7 +56,7 @@ def test_one_gemm_is_chosen_by_the_hidden_size(monkeypatch):
         asked.append(call.gemm_block)
         return plan.way_of(call, **more)
 
-    monkeypatch.setattr(training, "way_of", way)
+    monkeypatch.setattr(sum_grads, "way_of", way)
     row = archs.BY_NAME["interpreter"]
     row = row._replace(two_bytes=row.two_bytes._replace(gemm_up_to=64))
     monkeypatch.setattr(archs, "architecture", lambda device: row)

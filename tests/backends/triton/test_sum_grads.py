@@ -7,7 +7,7 @@ from support.params import slow
 
 import fusedce
 from fusedce.backends import triton as backend
-from fusedce.backends.triton import divergence, training, vocab_tiles
+from fusedce.backends.triton import divergence, sum_grads, vocab_tiles
 from fusedce.contract.problem import Problem, Task, Wanted
 from fusedce.testing import Case
 
@@ -148,13 +148,13 @@ def test_the_product_of_one_chunk_is_written_in_the_gradients_own_dtype(
 ):
     """A large head's float32 buffer would be twice its gradient."""
     seen = []
-    add = training.add_product
+    add = sum_grads.add_product
 
     def add_and_look(total, *args, **options):
         seen.append(total.dtype)
         return add(total, *args, **options)
 
-    monkeypatch.setattr(training, "add_product", add_and_look)
+    monkeypatch.setattr(sum_grads, "add_product", add_and_look)
     problem = Problem(*inputs(torch.bfloat16, 1, 0.0, n=5), chunk_tokens=chunk_tokens)
     found = backend.loss_and_grads(
         Task(problem, Wanted(hidden=False, weight=True, bias=False)), None
@@ -182,7 +182,7 @@ def test_training_inside_a_graph_is_training_outside(monkeypatch, dtype, chunk_t
         return tuple(backend.loss_and_grads(Task(problem, wanted), None))
 
     outside = run()
-    monkeypatch.setattr(training, "capturing", lambda device: True)
+    monkeypatch.setattr(sum_grads, "capturing", lambda device: True)
     # the rows that take part there add zeros, in other places of a sum
     for x, y in zip(run(), outside, strict=True):
         eps = max(torch.finfo(x.dtype).eps, SAME_SUMS) if x.is_floating_point() else 0
@@ -219,7 +219,7 @@ def test_a_loss_inside_a_graph_is_one_outside(monkeypatch, loss, dtype):
         return value.detach(), *torch.autograd.grad(value, leaves)
 
     outside = run()
-    for module in (training, divergence, vocab_tiles):
+    for module in (sum_grads, divergence, vocab_tiles):
         monkeypatch.setattr(module, "capturing", lambda device: True)
     # the same terms; rows are added, whose gradients are 0
     eps = max(torch.finfo(dtype).eps, SAME_SUMS)
