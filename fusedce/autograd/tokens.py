@@ -25,7 +25,7 @@ from fusedce.autograd.sums import (
     refuse_second_derivatives,
 )
 from fusedce.backends import chosen
-from fusedce.backends.choose import DEFAULT, Backend, get_backend
+from fusedce.backends.choose import Backend, get_backend
 from fusedce.backends.gradients import Dtypes, Gradients, check_divergence_budget, of_inputs
 from fusedce.backends.shards import (
     all_reduce,
@@ -149,7 +149,7 @@ def _stats(*flat: Any) -> tuple[Tensor, ...]:
 
 def _needs_top(problem: Problem, wanted: Wanted) -> bool:
     """Whether backward's logits may differ in the last bits, so that it needs the largest one."""
-    return wanted.lse and problem.backend in ("triton", DEFAULT)
+    return wanted.lse and problem.by_triton()
 
 
 @_stats.register_fake

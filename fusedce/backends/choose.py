@@ -12,10 +12,9 @@ from torch import Tensor
 
 from fusedce.backends.gradients import Dtypes, Summed
 from fusedce.contract.objective import Stats, Upstream
-from fusedce.contract.problem import Problem, Task, Wanted
+from fusedce.contract.problem import TRITON_ELSE_TORCH, Problem, Task, Wanted
 
 _NAMES = ("torch", "triton")
-DEFAULT = "triton, else torch"  # of a device that has Triton: see `fusedce.backends.fallback`
 _TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called cuda by torch
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
@@ -109,7 +108,7 @@ def resolve_backend(backend: str | None, hidden: Tensor) -> str:
     """Name of the backend for ``hidden``; an explicit request that cannot run raises.
 
     If none is asked for, Triton runs only if H is a multiple of 16: it loads others one by one. The
-    name is :data:`DEFAULT` then.
+    name is :data:`fusedce.contract.problem.TRITON_ELSE_TORCH` then.
 
     Raises:
         ValueError: unknown name.
@@ -118,7 +117,8 @@ def resolve_backend(backend: str | None, hidden: Tensor) -> str:
     """
     default = default_backend(hidden.device, hidden.dtype)
     if backend is None:
-        return DEFAULT if default == "triton" and hidden.shape[-1] % 16 == 0 else "torch"
+        usable = default == "triton" and hidden.shape[-1] % 16 == 0
+        return TRITON_ELSE_TORCH if usable else "torch"
     if backend not in _NAMES:
         raise ValueError(f"backend must be None, 'torch' or 'triton', got {backend!r}")
     if backend == "triton":
@@ -131,10 +131,10 @@ def resolve_backend(backend: str | None, hidden: Tensor) -> str:
 @functools.cache
 def get_backend(name: str | None) -> Backend:
     """The backend of that name, imported at its first use (triton is slow to import)."""
-    if name == DEFAULT:
-        from fusedce.backends.fallback import TRITON_ELSE_TORCH
+    if name == TRITON_ELSE_TORCH:
+        from fusedce.backends import fallback
 
-        return cast(Backend, TRITON_ELSE_TORCH)
+        return cast(Backend, fallback.BACKEND)
     if name == "triton":
         from fusedce.backends import triton
 

@@ -56,7 +56,7 @@ def with_what_is_left(problem: Problem, wanted: Wanted, shard: Shard | None) -> 
     several = problem.labels.dim() == 2
     if problem.memory_budget is None or not (several or shard):
         return problem
-    n, triton = len(problem.labels), problem.backend == "triton"
+    n, triton = len(problem.labels), problem.by_triton()
     call = call_of(problem, wanted, n, triton=triton)
     if shard is not None:
         call = sharded_call(problem, shard, n)

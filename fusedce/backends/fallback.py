@@ -20,7 +20,8 @@ from fusedce.backends.triton_errors import CannotLaunch, why
 from fusedce.contract.problem import Problem, Task
 
 _FUNCTIONS = (
-    "divergence_and_grads", "loss", "loss_and_grads", "scale_", "token_grads", "token_stats",
+    "divergence_and_grads", "loss", "loss_and_grads", "room_for_logits", "scale_",
+    "sums_smoothing", "token_grads", "token_stats",
 )  # fmt: skip
 _refused: dict[torch.device, str] = {}
 
@@ -59,4 +60,4 @@ def _triton() -> Any:
     return triton
 
 
-TRITON_ELSE_TORCH = SimpleNamespace(**{name: _of_either(name) for name in _FUNCTIONS})
+BACKEND = SimpleNamespace(**{name: _of_either(name) for name in _FUNCTIONS})

@@ -88,7 +88,7 @@ def check_divergence_budget(task: Task) -> None:
     problem, wanted, divergence, shard = task
     if problem.memory_budget is None or divergence is None or shard is not None:
         return
-    n, triton = len(problem.labels), problem.backend == "triton"
+    n, triton = len(problem.labels), problem.by_triton()
     call = call_of(problem, wanted, n, waiting(problem), triton=triton)
     call = _of_backward(call).beside(divergence.teacher_size())
     way_of(call, memory_budget=problem.memory_budget)

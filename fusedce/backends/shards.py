@@ -46,7 +46,7 @@ def waiting_for_ranks(group: dist.ProcessGroup) -> Iterator[None]:
 
 def sharded_call(problem: Problem, shard: Shard, n: int) -> Call:
     """Sizes for a plan of ``n`` tokens, of the largest shard: all ranks make the same plan."""
-    acc, triton = acc_dtype(problem.hidden.dtype).itemsize, problem.backend == "triton"
+    acc, triton = acc_dtype(problem.hidden.dtype).itemsize, problem.by_triton()
     wanted, logit = Wanted(hidden=True, weight=True), None if triton else acc
     call = call_of(problem, wanted, n, logit=logit, triton=triton)
     return call._replace(

@@ -22,6 +22,10 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+TRITON_ELSE_TORCH = "triton, else torch"
+"""The default backend of a GPU: torch computes where the kernels cannot be built or launched."""
+
+
 class Problem(NamedTuple):
     """Inputs and options of a loss.
 
@@ -45,7 +49,7 @@ class Problem(NamedTuple):
     z_loss: float = 0.0
     chunk_tokens: int | None = None
     memory_budget: int | None = None  # bytes beside inputs and gradients
-    backend: str | None = None
+    backend: str | None = None  # "torch", "triton" or TRITON_ELSE_TORCH once one is chosen
 
     def but(self, **changes: Any) -> Problem:
         """The problem with other values in some fields."""
@@ -63,6 +67,10 @@ class Problem(NamedTuple):
     def of_nll_alone(self) -> bool:
         """Whether a token's loss is its label's ``nll``, times weights: no other statistic."""
         return not (self.label_smoothing or self.z_loss)
+
+    def by_triton(self) -> bool:
+        """Whether Triton's kernels compute, once a backend has been chosen."""
+        return self.backend in ("triton", TRITON_ELSE_TORCH)
 
     def rows(self, chosen: Tensor | slice) -> Problem:
         """The problem with the weights of the tokens ``chosen``, for their part of the loss."""

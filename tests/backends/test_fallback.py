@@ -11,7 +11,7 @@ from triton.runtime.errors import OutOfResources
 
 import fusedce
 from fusedce.backends import choose, fallback
-from fusedce.backends.triton import head_gradients, launch, training
+from fusedce.backends.triton import head_gradients, launch, sum_grads
 from fusedce.testing import Case
 from fusedce.tools import doctor
 
@@ -107,7 +107,7 @@ def test_other_errors_are_raised_as_they_are(monkeypatch, name):
 
 @pytest.mark.parametrize(
     ("module", "kernel"),
-    [(training, "softmax_rows_kernel"), (head_gradients, "label_grad_kernel")],
+    [(sum_grads, "softmax_rows_kernel"), (head_gradients, "label_grad_kernel")],
 )
 def test_a_later_kernel_leaves_nothing_half_done(monkeypatch, module, kernel):
     error, _ = CANNOT["shared memory"]
@@ -145,6 +145,21 @@ def test_functions_of_tokens_and_divergences(monkeypatch):
     with pytest.warns(UserWarning, match="do not run"):
         found = all_of_them(None)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_every_function_of_a_backend_falls_back():
+    wanted = {name for name in vars(choose.Backend) if not name.startswith("_")}
+    assert set(vars(fallback.BACKEND)) == wanted
+
+
+def test_a_budget_is_that_of_the_kernels():
+    """By default as on request, so that a plan holds."""
+    least = []
+    for backend in (None, "triton"):
+        with pytest.raises(ValueError, match="at least") as error:
+            step(backend=backend, memory_budget=1)
+        least.append(str(error.value))
+    assert least[0] == least[1]
 
 
 def test_doctor_says_it(monkeypatch):
