@@ -101,9 +101,9 @@ def fused_cross_entropy(
         infinite loss is 0 here. With class weights Liger-Kernel divides the z-loss by the number
         of valid positions; here it is divided by the sum of weights, as the rest of the loss.
 
-        "none" is exact under any upstream gradient: its backward computes the logits once more and
-        leaves out tokens whose upstream gradient is 0. Class probabilities are computed by the
-        torch backend, on a GPU too. For one denominator over several batches or ranks take
+        "none" is exact under any upstream gradient: its backward computes the logits once more,
+        unless they are few and were kept, and leaves out tokens whose upstream gradient is 0. Class
+        probabilities are computed by the torch backend, on a GPU too. For one denominator over several batches or ranks take
         :func:`fused_ce` with :class:`LossAccumulator` instead of "mean".
     """
     problem = Problem(

@@ -99,9 +99,9 @@ def fused_ce(
     Note:
         Products have the inputs' dtype and accumulate in float32; all else is float32 or better.
         Deterministic. Gradients are computed in the forward pass, chunk by chunk, three products of
-        the head's size in all, so later writes into ``weight`` do not change them. With label
-        smoothing, "entropy" or "z_loss" monitored, a small budget, or a sharded vocabulary, the
-        logits are computed twice, a fourth product.
+        the head's size in all, so later writes into ``weight`` do not change them. With "entropy" or
+        "z_loss" monitored, a small budget, a sharded vocabulary, or label smoothing where a chunk is
+        not held in float32, the logits are computed twice, a fourth product.
 
         With no valid label ``loss_sum`` and all gradients are 0; the graph is still there. The
         hidden state of an ignored position is never read. A valid position whose logits hold NaN or
