@@ -25,7 +25,7 @@ from lib.tables import markdown
 from torch import Tensor
 
 import fusedce
-from fusedce.backends.plan import way_of
+from fusedce.backends.plan import choose_plan
 from fusedce.tools.plan import DEVICES, call
 
 LARGE, SMALL = (8192, 4096, 128256), (200, 128, 2500)
@@ -111,7 +111,7 @@ def memory(spec: Spec, runs: int) -> Found:
         return None, "a CPU has no allocator to ask"
     inputs = make_inputs(spec)
     peak = peak_of_call(lambda: step(*inputs), spec.device) - gradient_bytes(spec)
-    planned = way_of(call(spec.N, spec.H, spec.V, 2, DEVICES["H200"])).bytes
+    planned = choose_plan(call(spec.N, spec.H, spec.V, 2, DEVICES["H200"])).bytes
     said = f"{peak / 2**20:.0f} MiB, planned {planned / 2**20:.0f} MiB"
     return peak <= 1.05 * planned + 16 * 2**20, said
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Dtypes, Summed
-from fusedce.contract.objective import Stats, Upstream
-from fusedce.contract.problem import Problem, Task, Wanted
+from fusedce.contract.objective import LogitGrad, Stats
+from fusedce.contract.problem import Outputs, Problem, Task
 
 _NAMES = ("torch", "triton")
 _TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called cuda by torch
@@ -40,16 +40,16 @@ class Backend(Protocol):
         """Memory for logits that forward fills and backward reads; ``None``: they are not kept."""
 
     def token_stats(
-        self, problem: Problem, wanted: Wanted, argmax: Tensor | None, kept: Tensor | None = None
+        self, problem: Problem, wanted: Outputs, argmax: Tensor | None, kept: Tensor | None = None
     ) -> Stats:
         """Statistics of every token, in one pass; with ``argmax`` the largest logit as well."""
 
     def token_grads(
         self,
         problem: Problem,
-        wanted: Wanted,
+        wanted: Outputs,
         lse: Tensor,  # (N,)
-        upstream: Upstream,
+        upstream: LogitGrad,
         dtypes: Dtypes,
         kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
