@@ -1,8 +1,9 @@
 """Choice of the way in which a loss is computed.
 
 ====================================  ===========================================================
-plain, no gradient, no argmax         one pass over the logits, which stay in registers
+plain, no gradient, no argmax         one pass over tiles of logits, which are not kept
 a gradient of the sum                 chunks of logits, gradients taken in the forward pass
+a divergence, given probabilities     the same, with a gradient or without
 options or argmax without gradient    sum of the tokens' losses, from their statistics
 entropy or log-sum-exp monitored      the same
 label smoothing                       the same, unless exponentials are held in float32

@@ -279,7 +279,7 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
 
 
 class ShardedBackend(NamedTuple):
-    """A backend's two functions for tokens; the problems' labels are among all classes."""
+    """`token_stats` and `token_grads` over all ranks' classes; label indices are global."""
 
     backend: Backend
     shard: Shard

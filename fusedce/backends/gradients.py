@@ -109,7 +109,7 @@ def memory_of(device: torch.device) -> int | None:
 
 
 class Summed(NamedTuple):
-    """A sum of losses, or the addends of one, and its gradients."""
+    """A loss sum (or the losses by token) and the gradients of the sum."""
 
     loss: Tensor  # () fp32 or fp64; or (N,), 0 at positions left out
     n_valid: Tensor  # () int64

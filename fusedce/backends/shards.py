@@ -147,7 +147,7 @@ class _Own(torch.autograd.Function):
         found: list[Tensor | None] = []
         for u, x in zip(upstream, ctx.differentiable, strict=True):
             part = next(parts).reshape(-1, *u.shape[1:]) if x else None
-            # All ranks leave out the work for a statistic that no token of theirs needs.
+            # Skip a statistic whose gradient is 0 for every rank's tokens.
             needed = part is not None and (not found or bool(part.ne(0).any()))
             found.append(part if needed else None)
         return None, *found

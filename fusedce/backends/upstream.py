@@ -1,4 +1,4 @@
-"""From upstream gradients of the tokens' statistics to factors of their logits' gradient."""
+"""Turn gradients of token statistics into per-token factors of the logit gradient."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ class Task(NamedTuple):
         return Task(**{**dict(zip(Task._fields, self, strict=True)), **changes})
 
     def flat(self, *own: Any) -> tuple[Any, ...]:
-        """Arguments of an operator, ``own`` among them."""
+        """All records flattened into one argument list; ``own`` are an operator's extra records."""
         divergence = self.divergence or [None] * len(Divergence._fields)
         shard = self.shard or [None] * len(Shard._fields)
         return (*self.problem, *self.wanted, *own, *divergence, *shard)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedce import fused_ce, reference_ce
-from fusedce.backends.gradients import sizes_of
+from fusedce.backends.gradients import saved_grad_dtypes, sizes_of
 from fusedce.backends.plan import CHUNKS, ONE_CHUNK, TILES, choose_plan, least_bytes
 from fusedce.contract.problem import Outputs, Problem
 

@@ -2,11 +2,12 @@
 
 To add an architecture, add a row to :data:`ARCHITECTURES`: `bench/compiler_report.py` and the tests
 compile every kernel for every row, and find launches that spill. The sizes of a launch depend on
-the device, the dtype, the options and the alignment of the weight, never on N: a row's loss must
-have the same bits in every batch. The sizes were chosen from the compiler's registers and spills,
-not yet measured (`bench/LOG.md`); ``bench/loss.py --suite ways blocks`` measures them on a device.
-``triton.autotune`` is not used: it chooses anew in every process, by timing, inside the first call
-of a user, and its choice would change the last bits of a loss from run to run.
+the device, the dtype, the options and the alignment of the weight. Those of a forward pass never
+depend on N: a row's loss must have the same bits in every batch. The sizes were chosen from the
+compiler's registers and spills, not yet measured (`bench/LOG.md`);
+``bench/loss.py --suite ways blocks`` measures them on a device. ``triton.autotune`` is not used: it
+chooses anew in every process, by timing, inside the first call of a user, and its choice would
+change the last bits of a loss from run to run.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Architecture(NamedTuple):
 
 
 def rows_in_waves(C: int, columns: int, most: int, processors: int) -> int:
-    """Rows, ``most`` or down to half of them, of products that leave the fewest waves half empty.
+    """The row count in [most / 2, most] that needs the fewest GEMM waves.
 
     ``C`` rows by ``columns`` are computed in blocks of 128 x 256 (what cuBLAS takes, assumed),
     one a processor at a time.
