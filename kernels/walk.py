@@ -10,12 +10,12 @@ registers, and one of three epilogues, chosen at compile time, takes what it nee
   sums, is then exact. One launch returns the sum of the losses: each program takes a ticket; the
   one that draws the last ticket of a row block merges its splits, and the one that draws the last
   of all adds up the losses. No program waits for another.
-* ``STATISTICS``, of every row, carries along, relative to the running maximum ``m``, ``others``:
-  the sum of exponentials without the maximum's own 1, and ``moment``: the sum of
-  ``exp(z - m) * (m - z)``. Both are sums of what is not negative, and entropy and loss are
-  functions of them without cancellation where one class has nearly all the probability:
-  ``entropy = log1p(others) + moment / (1 + others)``. `merge_stats_kernel` merges the splits, in
-  float64 and in their order.
+* ``STATISTICS``, of every row, carries along, relative to the running maximum ``m``, the sum of the
+  exponentials; where the entropy is asked, ``others``: that sum without the maximum's own 1, and
+  ``moment``: the sum of ``exp(z - m) * (m - z)``. Both are sums of what is not negative, and
+  entropy and loss are functions of them without cancellation where one class has nearly all the
+  probability: ``entropy = log1p(others) + moment / (1 + others)``. `merge_stats_kernel` merges the
+  splits, in float64 and in their order.
 * ``EXPONENTIALS``, of training with a small hidden size, stores them in two bytes, with each tile's
   maximum and sum. The numbers are those of a product by cuBLAS and ``exp_tile_kernel`` after it.
 

@@ -1,8 +1,9 @@
 """Choice of the way in which a loss is computed.
 
 ====================================  ===========================================================
-plain, no gradient, no argmax         one pass over the logits, which stay in registers
+plain, no gradient, no argmax         one pass over tiles of logits, which are not kept
 a gradient of the sum                 chunks of logits, gradients taken in the forward pass
+a divergence, given probabilities     the same, with a gradient or without
 options or argmax without gradient    sum of the tokens' losses, from their statistics
 entropy or log-sum-exp monitored      the same
 label smoothing                       the same, unless exponentials are held in float32
@@ -28,8 +29,8 @@ from fusedce.autograd import sums, tokens
 from fusedce.backends import chosen
 from fusedce.backends.choose import get_backend, resolve_backend
 from fusedce.contract.checks import checked, transformed
-from fusedce.contract.objective import Stats, folded, with_expected_upstream
-from fusedce.contract.problem import Problem, Task, Wanted
+from fusedce.contract.objective import Stats, fold_class_weight, with_expected_upstream
+from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.contract.results import LossSum
 
 
@@ -40,11 +41,13 @@ def loss_sum(task: Task) -> tuple[LossSum, dict[str, Tensor]]:
     """
     task = _prepared(task)
     problem, monitored, divergence, shard = task
-    wanted = Wanted.of(problem)
+    wanted = Outputs.of(problem)
     train = wanted.hidden or wanted.weight or wanted.bias
     if _by_tokens(task, train=train):
         if monitored.argmax and train:  # which may be written into the labels' memory
-            task = task.but(problem=problem.but(labels=problem.labels.clone()))  # for backward
+            task = task.replace(
+                problem=problem.replace(labels=problem.labels.clone())
+            )  # for backward
         losses, stats = tokens.losses(task)
         names = [x for x in ("argmax", "lse", "entropy") if getattr(monitored, x)]
         values = {name: getattr(stats, name).detach() for name in names}
@@ -53,7 +56,7 @@ def loss_sum(task: Task) -> tuple[LossSum, dict[str, Tensor]]:
     if train and shard is None:  # (ranks might expect different factors)
         problem = with_expected_upstream(problem)
     if monitored.argmax:
-        wanted = wanted.but(argmax=True)
+        wanted = wanted.replace(argmax=True)
     total, n_valid, argmax = sums.loss_sum(Task(problem, wanted, divergence, shard))
     return LossSum(total, n_valid), {} if argmax is None else {"argmax": argmax}
 
@@ -69,7 +72,7 @@ def _by_tokens(task: Task, *, train: bool) -> bool:
         return True
     if problem.label_smoothing:
         return not (train and get_backend(problem.backend).sums_smoothing(problem))
-    return not (train or (problem.plain() and not any(monitored)))
+    return not (train or (problem.is_plain_ce() and not any(monitored)))
 
 
 def sum_with_grads(problem: Problem) -> sums.SumWithGrads | None:
@@ -78,7 +81,7 @@ def sum_with_grads(problem: Problem) -> sums.SumWithGrads | None:
     ``problem`` is as a public function would get it. ``None`` where the forward pass computes no
     gradients.
     """
-    wanted = Wanted.of(problem)
+    wanted = Outputs.of(problem)
     if transformed() or not any(wanted):
         return None
     task = _prepared(Task(checked(problem)))
@@ -113,10 +116,10 @@ def _prepared(task: Task) -> Task:
         if transforms or forward_ad._current_level >= 0:
             _refuse_forward_mode(problem, transforms or ())
     if divergence is None and problem.class_weight is not None:
-        problem = folded(problem)
+        problem = fold_class_weight(problem)
     backend = resolve_backend(problem.backend, problem.hidden)
     if backend != problem.backend:
-        problem = problem.but(backend=backend)
+        problem = problem.replace(backend=backend)
     return Task(problem, wanted, divergence, shard)
 
 

@@ -6,10 +6,10 @@ factor is expected beforehand (:func:`fusedce.contract.objective.expected_upstre
 in before the gradients are rounded; backward multiplies by the real factor over the expected one.
 
 Those gradients alone are kept from forward to backward: ``N * H`` numbers in float32 and the head's
-``V * H`` (``fusedce.backends.gradients.waiting`` decides the dtype). Backward would allocate them
-anyway; here they exist from the end of the forward pass on. That saves the logits, ``N * V``, or
-computing them a second time: 2 of 8 ``N * V * H`` FLOPs, which :mod:`fusedce.autograd.tokens`
-pays, and keeps ``(N,)`` numbers instead.
+``V * H`` in its own dtype (:func:`fusedce.backends.gradients.saved_grad_dtypes`). So gradients
+exist from the end of the forward pass on, that of bfloat16 hidden states in twice its bytes. That
+saves the logits, ``N * V``, or computing them a second time: 2 of 8 ``N * V * H`` FLOPs, which
+:mod:`fusedce.autograd.tokens` pays, and keeps ``(N,)`` numbers instead.
 
 Eager code runs one ``torch.autograd.Function``. Compilers, modes and tensor subclasses see two
 operators instead, opaque nodes: one computes, the other attaches the gradients to the loss.
@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.choose import get_backend
-from fusedce.backends.gradients import Gradients, waiting
+from fusedce.backends.gradients import Gradients, saved_grad_dtypes
 from fusedce.contract.checks import transformed
 from fusedce.contract.problem import (
+    Outputs,
     Problem,
     Task,
-    Wanted,
     acc_dtype,
     schema_of,
 )
@@ -108,7 +108,7 @@ class _Sum(torch.autograd.Function):
 class Finish(NamedTuple):
     """How backward turns saved gradients into those of the inputs."""
 
-    wanted: Wanted
+    wanted: Outputs
     dtype: torch.dtype  # of the inputs
     backend: str
     ours: bool  # the saved tensors cannot be a user's, so they may be written into
@@ -135,7 +135,7 @@ class SumWithGrads(NamedTuple):
     inputs: list[Tensor]  # whose gradients they are, cast and flattened
 
 
-def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
+def with_grads(problem: Problem, wanted: Outputs) -> SumWithGrads:
     """The sum and the wanted gradients of a problem, without graph."""
     task = Task(problem, wanted)
     with torch.no_grad():
@@ -194,7 +194,7 @@ def _(*flat: Any) -> Computed:
     argmax = labels.new_empty(labels.shape if wanted.argmax else (0,), dtype=torch.int64)
     if divergence is None and not any(wanted.gradients()):
         return total, n_valid, argmax, *(total.new_empty(0) for _ in range(4))
-    grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=1).written()
+    grads = Gradients(problem, wanted, dtypes=saved_grad_dtypes(problem), chunks=1).cast_out()
     return total, n_valid, argmax, torch.empty_like(total), *grads
 
 
@@ -271,14 +271,14 @@ def _scaled(grad: Tensor, factor: Tensor, backend: str, *, ours: bool) -> Tensor
 # ---- of both kinds of operators ------------------------------------------------------------------
 
 
-def needed_gradients(ctx: Any, record: Any) -> Wanted:
+def needed_gradients(ctx: Any, record: Any) -> Outputs:
     """Gradients that the graph will ask of an operator; to be asked in its ``setup_context``.
 
     ``record`` is the tuple of the operator's first arguments. Later is too late: while a custom
     operator's backward pass runs, torch 2.13 shortens ``ctx.needs_input_grad`` for all threads.
     """
     needed = record(*ctx.needs_input_grad[: len(record._fields)])
-    return Wanted(hidden=needed.hidden, weight=needed.weight, bias=bool(needed.bias))
+    return Outputs(hidden=needed.hidden, weight=needed.weight, bias=bool(needed.bias))
 
 
 def refuse_second_derivatives() -> None:

@@ -26,7 +26,7 @@ from fusedce.autograd.sums import (
 )
 from fusedce.backends import chosen
 from fusedce.backends.choose import Backend, get_backend
-from fusedce.backends.gradients import Dtypes, Gradients, check_divergence_budget, of_inputs
+from fusedce.backends.gradients import Dtypes, Gradients, check_divergence_budget, input_dtypes
 from fusedce.backends.shards import (
     all_reduce,
     entropy_of,
@@ -34,11 +34,11 @@ from fusedce.backends.shards import (
     nll_and_lse,
     of_ranks,
 )
-from fusedce.backends.upstream import Upstreams, Values, upstream_of
+from fusedce.backends.upstream import SavedStats, StatGrads, upstream_of
 from fusedce.contract.checks import no_autocast, transformed
 from fusedce.contract.labels import used_tokens
-from fusedce.contract.objective import Stats, Upstream, token_losses
-from fusedce.contract.problem import Problem, Shard, Task, Wanted, acc_dtype, schema_of
+from fusedce.contract.objective import LogitGrad, Stats, token_losses
+from fusedce.contract.problem import Outputs, Problem, Shard, Task, acc_dtype, schema_of
 
 
 def losses(task: Task) -> tuple[Tensor, Stats]:
@@ -48,8 +48,8 @@ def losses(task: Task) -> tuple[Tensor, Stats]:
         stats, _ = token_stats(task)
         return stats.nll, stats
     smoothing = problem.label_smoothing > 0
-    lse = wanted.lse or not problem.of_nll_alone()
-    stats, _ = token_stats(task.but(wanted=wanted.but(lse=lse, zmean=smoothing)))
+    lse = wanted.lse or not problem.is_nll_only()
+    stats, _ = token_stats(task.replace(wanted=wanted.replace(lse=lse, zmean=smoothing)))
     V = problem.weight.shape[0] if task.shard is None else task.shard.V
     y = problem.labels.long().clamp(0, V - 1)
     lost = token_losses(problem, y, stats.nll, stats.lse, stats.zmean if smoothing else None)
@@ -59,13 +59,13 @@ def losses(task: Task) -> tuple[Tensor, Stats]:
 
 def token_stats(task: Task) -> tuple[Stats, Tensor]:
     """Statistics, and logits ``(N, K)`` of labels ``(N, K)``; all but argmax are differentiable."""
-    wanted, gradients = task.wanted, Wanted.of(task.problem)
+    wanted, gradients = task.wanted, Outputs.of(task.problem)
     train = any(gradients)
     if transformed():  # inside vmap a tensor does not know that a transform around wants it
         train = torch.is_grad_enabled()
     lse = wanted.lse or (train and task.divergence is None)
     # The budget must suffice for the gradients, too.
-    task = task.but(wanted=Wanted(*gradients[:3], *wanted[3:]).but(lse=lse))
+    task = task.replace(wanted=Outputs(*gradients[:3], *wanted[3:]).replace(lse=lse))
     problem = task.problem
     if in_eager_mode(problem):
         inputs = problem.hidden, problem.weight, problem.bias
@@ -89,7 +89,7 @@ class _Stats(torch.autograd.Function):
             kept = get_backend(task.problem.backend).room_for_logits(task.problem)
         found = compute_stats(task, kept)
         _save(ctx, task.flat(), found, *[] if kept is None else [kept])
-        ctx.wanted = Wanted(*ctx.needs_input_grad[:3])
+        ctx.wanted = Outputs(*ctx.needs_input_grad[:3])
         return found
 
     @staticmethod
@@ -114,10 +114,10 @@ def compute_stats(task: Task, kept: Tensor | None = None) -> tuple[Tensor, ...]:
     with torch.no_grad(), no_autocast(problem.hidden.device):
         if divergence is not None:
             check_divergence_budget(task)
-            loss, n_valid, *_ = backend.divergence_and_grads(task.but(wanted=Wanted()))
+            loss, n_valid, *_ = backend.divergence_and_grads(task.replace(wanted=Outputs()))
             lse, *nothing = (loss.new_empty(0) for _ in range(5))
             return loss, lse.double(), *nothing, n_valid, labels.new_empty(0, dtype=torch.int64)
-        problem = chosen.with_what_is_left(problem, wanted, shard)
+        problem = chosen.subtract_fixed_bytes(problem, wanted, shard)
         z = problem.hidden.new_empty(0, dtype=acc_dtype(problem.hidden.dtype))
         if labels.dim() == 2:
             z = chosen.logits_of_classes(problem, shard)
@@ -125,7 +125,7 @@ def compute_stats(task: Task, kept: Tensor | None = None) -> tuple[Tensor, ...]:
         argmax = labels.new_empty(len(labels) if wanted.argmax else 0, dtype=torch.int64)
         to_fill = argmax if wanted.argmax else None
         if shard is not None:
-            found = OfShard(backend, shard).token_stats(problem, wanted, to_fill)
+            found = ShardedBackend(backend, shard).token_stats(problem, wanted, to_fill)
         elif kept is not None:
             found = backend.token_stats(problem, wanted, to_fill, kept)
         else:
@@ -147,7 +147,7 @@ def _stats(*flat: Any) -> tuple[Tensor, ...]:
     return compute_stats(Task.of(flat)[0])
 
 
-def _needs_top(problem: Problem, wanted: Wanted) -> bool:
+def _needs_top(problem: Problem, wanted: Outputs) -> bool:
     """Whether backward's logits may differ in the last bits, so that it needs the largest one."""
     return wanted.lse and problem.by_triton()
 
@@ -196,13 +196,13 @@ def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], operator: Any) ->
     if all(u is None for u in upstream) or not any(wanted):
         return tuple(nothing)
     hidden, weight, bias = wanted.gradients()
-    task = task.but(wanted=task.wanted.but(hidden=hidden, weight=weight, bias=bias))
+    task = task.replace(wanted=task.wanted.replace(hidden=hidden, weight=weight, bias=bias))
     at = len(ctx.at)
     own, kept = saved[at : at + 6], saved[at + 6 :]
     if operator is None:
-        made = compute_grads(task, Values(*own), Upstreams(*upstream), *kept)
+        made = compute_grads(task, SavedStats(*own), StatGrads(*upstream), *kept)
     else:
-        made = operator(*task.flat(*own, *Upstreams(*upstream)))
+        made = operator(*task.flat(*own, *StatGrads(*upstream)))
     for name, grad in zip(("hidden", "weight", "bias"), made, strict=True):
         if getattr(wanted, name):
             nothing[Problem._fields.index(name)] = grad
@@ -219,36 +219,38 @@ _stats.register_autograd(_backward, setup_context=setup_context)
 
 
 def compute_grads(
-    task: Task, values: Values, upstreams: Upstreams, kept: Tensor | None = None
+    task: Task, values: SavedStats, upstreams: StatGrads, kept: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias, ``(0,)`` where not wanted."""
     problem, wanted, divergence, shard = task
     backend, dtype = get_backend(problem.backend), problem.hidden.dtype
     with torch.no_grad(), no_autocast(problem.hidden.device):
         if divergence is not None:
-            made = backend.divergence_and_grads(task.but(problem=_weighed(problem, upstreams.nll)))
+            made = backend.divergence_and_grads(
+                task.replace(problem=_weighed(problem, upstreams.nll))
+            )
             d_hidden, d_weight, d_bias = (x.to(dtype) for x in made[3:])
             return d_hidden, d_weight, d_bias
         V, classes = len(problem.weight) if shard is None else shard.V, None
-        problem = chosen.with_what_is_left(problem, wanted, shard)
+        problem = chosen.subtract_fixed_bytes(problem, wanted, shard)
         if problem.labels.dim() == 2:
             valid, classes = chosen.in_range(problem, problem.labels, V)
             classes = classes.masked_fill(~valid, -1)
             problem = chosen.one_class(problem, values.z)
         upstream = upstream_of(problem, values, upstreams, V=V, chosen=classes)
-        given = problem, wanted, values.lse, upstream, of_inputs(problem)
+        given = problem, wanted, values.lse, upstream, input_dtypes(problem)
         if shard is not None:
-            return OfShard(backend, shard).token_grads(*given)
+            return ShardedBackend(backend, shard).token_grads(*given)
         return backend.token_grads(*given) if kept is None else backend.token_grads(*given, kept)
 
 
 @torch.library.custom_op(
     "fusedce::grads",
     mutates_args=(),
-    schema=schema_of("(Tensor, Tensor, Tensor)", *Task.records(Values, Upstreams)),
+    schema=schema_of("(Tensor, Tensor, Tensor)", *Task.records(SavedStats, StatGrads)),
 )
 def _grads(*flat: Any) -> tuple[Tensor, ...]:
-    return compute_grads(*Task.of(flat, Values, Upstreams))
+    return compute_grads(*Task.of(flat, SavedStats, StatGrads))
 
 
 def _weighed(problem: Problem, upstream: Tensor | None) -> Problem:
@@ -259,13 +261,13 @@ def _weighed(problem: Problem, upstream: Tensor | None) -> Problem:
     upstream = upstream.masked_fill(~problem.valid(), 0)
     weight = upstream if problem.token_weight is None else upstream * problem.token_weight
     one = torch.ones((), dtype=acc_dtype(problem.hidden.dtype), device=upstream.device)
-    return problem.but(token_weight=weight, expected_upstream=one)
+    return problem.replace(token_weight=weight, expected_upstream=one)
 
 
 @_grads.register_fake
 def _(*flat: Any) -> tuple[Tensor, ...]:
-    problem, wanted, _, _ = Task.of(flat, Values, Upstreams)[0]
-    return Gradients(problem, wanted, dtypes=of_inputs(problem), chunks=1).written()
+    problem, wanted, _, _ = Task.of(flat, SavedStats, StatGrads)[0]
+    return Gradients(problem, wanted, dtypes=input_dtypes(problem), chunks=1).cast_out()
 
 
 # ---- over the classes of all ranks --------------------------------------------------------------
@@ -276,13 +278,13 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
 # each rank computes the logits of its classes again, and one all-reduce adds up ``d_hidden``.
 
 
-class OfShard(NamedTuple):
-    """A backend's two functions for tokens; the problems' labels are among all classes."""
+class ShardedBackend(NamedTuple):
+    """`token_stats` and `token_grads` over all ranks' classes; label indices are global."""
 
     backend: Backend
     shard: Shard
 
-    def token_stats(self, problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
+    def token_stats(self, problem: Problem, wanted: Outputs, argmax: Tensor | None) -> Stats:
         """Statistics over all ranks' classes, equal on all ranks.
 
         Collectives: one all-gather of float64 numbers a token: two, one more each for entropy and
@@ -309,7 +311,7 @@ class OfShard(NamedTuple):
         return Stats(rounded(nll), lse, rounded(entropy), rounded(zmean), n_valid, argmax, top)
 
     def _of_here(
-        self, problem: Problem, wanted: Wanted, used: Tensor
+        self, problem: Problem, wanted: Outputs, used: Tensor
     ) -> tuple[list[Tensor], Tensor | None]:
         """Numbers for the other ranks, ``(N,)`` float64 each; and the largest logit here.
 
@@ -324,7 +326,7 @@ class OfShard(NamedTuple):
             return [nowhere, nowhere, *more, *[nowhere, none][: 2 * wanted.argmax]], none.float()
         local, here = self._local(problem, used, elsewhere=0)
         argmax = torch.empty(N, dtype=torch.int64, device=device) if wanted.argmax else None
-        found = self.backend.token_stats(local, wanted.but(lse=True), argmax)
+        found = self.backend.token_stats(local, wanted.replace(lse=True), argmax)
         z, others = label_and_others(found.nll, found.lse)
         mine = [torch.where(here, others, found.lse.double()), torch.where(here, z, nowhere)]
         if wanted.entropy:
@@ -336,7 +338,7 @@ class OfShard(NamedTuple):
         return mine, found.top
 
     def token_grads(
-        self, problem: Problem, wanted: Wanted, lse: Tensor, upstream: Upstream, dtypes: Dtypes
+        self, problem: Problem, wanted: Outputs, lse: Tensor, upstream: LogitGrad, dtypes: Dtypes
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of this rank's inputs.
 
@@ -354,7 +356,7 @@ class OfShard(NamedTuple):
         else:
             # (Not like hidden: a collective sends memory as it lies.)
             grads = Gradients(problem, wanted, dtypes=dtypes, chunks=0, by_tiles=True)
-            made = grads.written()
+            made = grads.cast_out()
         d_hidden, d_weight, d_bias = made
         if wanted.hidden:
             all_reduce(d_hidden, self.shard.group)
@@ -368,7 +370,7 @@ class OfShard(NamedTuple):
         V, c = len(problem.weight), problem.class_weight
         y = problem.labels.long() - self.shard.first
         here = (y >= 0) & (y < V)
-        return problem.but(
+        return problem.replace(
             labels=torch.where(here, y, elsewhere).masked_fill_(~used, -100),
             ignore_index=-100,
             token_weight=None,

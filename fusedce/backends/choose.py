@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Dtypes, Summed
-from fusedce.contract.objective import Stats, Upstream
-from fusedce.contract.problem import TRITON_ELSE_TORCH, Problem, Task, Wanted
+from fusedce.contract.objective import LogitGrad, Stats
+from fusedce.contract.problem import TRITON_ELSE_TORCH, Outputs, Problem, Task
 
 _NAMES = ("torch", "triton")
 _TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called cuda by torch
@@ -40,23 +40,23 @@ class Backend(Protocol):
         """Memory for logits that forward fills and backward reads; ``None``: they are not kept."""
 
     def token_stats(
-        self, problem: Problem, wanted: Wanted, argmax: Tensor | None, kept: Tensor | None = None
+        self, problem: Problem, wanted: Outputs, argmax: Tensor | None, kept: Tensor | None = None
     ) -> Stats:
         """Statistics of every token, in one pass; with ``argmax`` the largest logit as well."""
 
     def token_grads(
         self,
         problem: Problem,
-        wanted: Wanted,
+        wanted: Outputs,
         lse: Tensor,  # (N,)
-        upstream: Upstream,
+        upstream: LogitGrad,
         dtypes: Dtypes,
         kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients with factors of each token's own, from logits ``kept``, or computed anew."""
 
     def divergence_and_grads(self, task: Task) -> Summed:
-        """``(N,)`` losses beside a teacher, or beside given probabilities; as above."""
+        """Losses ``(N,)`` against a teacher or given probabilities; gradients as above."""
 
     def scale_(self, x: Tensor, factor: Tensor) -> None:
         """``x *= factor``, a 0-d tensor, in place; 0 stays 0, and nothing is written for 1."""

@@ -26,7 +26,8 @@ from typing import NamedTuple
 
 MiB = 2**20
 CPU_BUDGET = 56 * MiB  # of a chunk's logits; 64 MiB with the tiles and GEMM buffers beside it
-DEVICE_BUDGET = 1024 * MiB  # on a GPU, and on one of so many bytes or more
+# Bytes of a chunk's logits on a GPU; the larger value from LARGE_DEVICE bytes of memory on.
+DEVICE_BUDGET = 1024 * MiB
 LARGE_DEVICE_BUDGET, LARGE_DEVICE = 2048 * MiB, 40 * 10**9
 # More tokens do not make the GEMMs any faster, and a row has buffers of its own.
 _DEVICE_TOKENS = 8192
@@ -118,7 +119,9 @@ class Way(NamedTuple):
         return sum(self.held.values())
 
 
-def way_of(call: Call, *, chunk_tokens: int | None = None, memory_budget: int | None = None) -> Way:
+def choose_plan(
+    call: Call, *, chunk_tokens: int | None = None, memory_budget: int | None = None
+) -> Way:
     """The fastest way within ``memory_budget`` bytes; without one, chunks as large as are useful.
 
     ``chunk_tokens`` is obeyed as it is.
@@ -129,10 +132,10 @@ def way_of(call: Call, *, chunk_tokens: int | None = None, memory_budget: int | 
     if memory_budget is None:
         C = chunk_size(call) if chunk_tokens is None else chunk_tokens
         return chunked(call, C, tile_classes(call, None, min(C, call.n)))
-    return _fitting(call, _ways(call, tile_classes(call, memory_budget)), memory_budget)
+    return _fitting(call, _candidates(call, tile_classes(call, memory_budget)), memory_budget)
 
 
-def tiles_of(
+def plan_tiles(
     call: Call, *, chunk_tokens: int | None = None, memory_budget: int | None = None
 ) -> Way:
     """The way by tiles of the vocabulary: of all functions that have a gradient of each token.
@@ -143,7 +146,9 @@ def tiles_of(
         ValueError: the budget is less than the least possible.
     """
     if memory_budget is not None:
-        return _fitting(call, _tilings(call, tile_classes(call, memory_budget)), memory_budget)
+        return _fitting(
+            call, _tile_candidates(call, tile_classes(call, memory_budget)), memory_budget
+        )
     n, most = max(call.n, 1), call.limits.block_tokens
     T = tile_classes(call, None, most)
     if call.triton:
@@ -174,8 +179,10 @@ def most_classes(limits: Limits, tokens: int) -> int:
 
 
 def least_bytes(call: Call) -> int:
-    """The least budget of :func:`way_of`."""
-    return min(make(call, sizes[0], T).bytes for make, sizes, T in _ways(call, _LEAST_CLASSES))
+    """The least budget of :func:`choose_plan`."""
+    return min(
+        make(call, sizes[0], T).bytes for make, sizes, T in _candidates(call, _LEAST_CLASSES)
+    )
 
 
 # ---- ways within a budget -----------------------------------------------------------------------
@@ -198,7 +205,7 @@ def _fitting(call: Call, ways: list[_Sizes], budget: int) -> Way:
     )
 
 
-def _ways(call: Call, classes: int) -> list[_Sizes]:
+def _candidates(call: Call, classes: int) -> list[_Sizes]:
     """Ways to try, with tiles of at most so many classes, the fastest first."""
     n, most, step = max(call.n, 1), _most_tokens(call), call.limits.multiple
     # Where tiles are no choice, a small budget makes chunks of very few tokens.
@@ -207,10 +214,10 @@ def _ways(call: Call, classes: int) -> list[_Sizes]:
     if few < n and few <= most:
         sizes.append(range(few, most + 1, step))
     ways = [(chunked, tokens, T) for tokens in sizes for T in _halved(classes)]
-    return ways + (_tilings(call, classes) if call.teacher is None else [])
+    return ways + (_tile_candidates(call, classes) if call.teacher is None else [])
 
 
-def _tilings(call: Call, classes: int) -> list[_Sizes]:
+def _tile_candidates(call: Call, classes: int) -> list[_Sizes]:
     """Ways by tiles of at most ``classes``, narrower before blocks would have very few tokens."""
     step = call.limits.block_multiple
     most = max(call.n, 1) if call.triton else min(max(call.n, 1), call.limits.block_tokens)
@@ -261,7 +268,7 @@ def tile_classes(call: Call, memory_budget: int | None, C: int = 1) -> int:
 
     With a budget of four times the least or more, these are the classes of a tile of every batch,
     and a token has the same bits in each. Nearer to the least, the number of tokens decides whether
-    tiles must be narrower (:func:`_tilings`), and the last bits depend on it.
+    tiles must be narrower (:func:`_tile_candidates`), and the last bits depend on it.
     """
     most = call.limits.tile_classes
     if memory_budget is None:
@@ -319,7 +326,6 @@ def chunked(call: Call, C: int, T: int) -> Way:
         held["hidden states of the teacher"] = C * call.teacher * acc
         if call.triton:
             held["d_hidden of a chunk"] = C * H * acc
-            held["probabilities of a chunk"] = 0 if call.teacher else C * V * acc
         else:
             held["tiles of divergences"] = 4 * C * compared_classes(call, C, T) * acc
     return _way(call, name, C, V if call.triton else T, held)

@@ -58,7 +58,7 @@ def check_tokens(problem: Problem) -> Problem:
     check_tensor_types(problem)
     problem = autocast(problem)
     several = has_several_labels(problem)
-    check_tensors(problem.but(labels=problem.labels[..., 0]) if several else problem)
+    check_tensors(problem.replace(labels=problem.labels[..., 0]) if several else problem)
     check_options(problem)
     return problem
 
@@ -69,11 +69,11 @@ def tempered(problem: Problem, temperature: float | Tensor) -> Problem:
     ``(c / t) * tanh((s / t) * x / (c / t))`` is ``c * tanh(s * x / c) / t``.
     """
     if isinstance(temperature, Tensor):
-        return problem.but(temperature=temperature)
+        return problem.replace(temperature=temperature)
     t, cap = check_number("temperature", temperature), problem.softcap
     if t == 1:
         return problem
-    return problem.but(
+    return problem.replace(
         softcap=None if cap is None else check_number("softcap", cap) / t,
         logit_scale=check_number("logit_scale", problem.logit_scale) / t,
     )
@@ -167,7 +167,7 @@ def autocast(problem: Problem) -> Problem:
         return x if kept else x.to(wide)
 
     bias = None if bias is None else cast(bias)
-    return problem.but(hidden=cast(hidden), weight=cast(weight), bias=bias)
+    return problem.replace(hidden=cast(hidden), weight=cast(weight), bias=bias)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -332,7 +332,7 @@ def with_a_row(problem: Problem) -> Problem:
     if weight.dim() != 2 or len(weight):
         return problem
     bias = None if problem.bias is None else problem.bias.new_empty(1)
-    return problem.but(weight=weight.new_empty(1, weight.shape[1]), bias=bias)
+    return problem.replace(weight=weight.new_empty(1, weight.shape[1]), bias=bias)
 
 
 def check_number(name: str, value: float) -> float:

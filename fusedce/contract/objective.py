@@ -36,7 +36,7 @@ class Stats(NamedTuple):
     top: Tensor | None = None  # (N,) the largest logit, where argmax or a backward pass needs it
 
 
-class Upstream(NamedTuple):
+class LogitGrad(NamedTuple):
     """Factors that turn a token's probabilities into the gradient of its logits, (N,) each.
 
     ``g = p * (alpha - beta * log p) + gamma * c``, except at the label, where it is ``at_label``
@@ -64,18 +64,18 @@ class Slopes(NamedTuple):
     zmean: Tensor | float = 0.0  # minus the derivative
 
 
-def folded(problem: Problem) -> Problem:
+def fold_class_weight(problem: Problem) -> Problem:
     """Turn class weights into token weights if the loss is the label's ``nll`` alone.
 
     Tokens of weight 0 are then left out completely, even if their logits are not finite.
     """
     c = problem.class_weight
-    if c is None or not problem.of_nll_alone():
+    if c is None or not problem.is_nll_only():
         return problem
     w = _of_labels(c, problem)
     if problem.token_weight is not None:
         w = problem.token_weight * w
-    return problem.but(token_weight=w, class_weight=None)
+    return problem.replace(token_weight=w, class_weight=None)
 
 
 def token_losses(
@@ -192,4 +192,4 @@ def with_expected_upstream(problem: Problem) -> Problem:
         factor = factor.detach().to(device, dtype, non_blocking=True).reshape(())
     else:  # as_tensor would copy from the host
         factor = torch.full((), factor, dtype=dtype, device=device)
-    return problem.but(expected_upstream=factor)
+    return problem.replace(expected_upstream=factor)

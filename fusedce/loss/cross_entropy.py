@@ -101,10 +101,11 @@ def fused_cross_entropy(
         infinite loss is 0 here. With class weights Liger-Kernel divides the z-loss by the number
         of valid positions; here it is divided by the sum of weights, as the rest of the loss.
 
-        "none" is exact under any upstream gradient: its backward computes the logits once more and
-        leaves out tokens whose upstream gradient is 0. Class probabilities are computed by the
-        torch backend, on a GPU too. For one denominator over several batches or ranks take
-        :func:`fused_ce` with :class:`LossAccumulator` instead of "mean".
+        "none" is exact under any upstream gradient: its backward computes the logits once more,
+        unless they are few and were kept, and leaves out tokens whose upstream gradient is 0. Class
+        probabilities are computed by the torch backend, on a GPU too. For one denominator over
+        several batches or ranks take :func:`fused_ce` with :class:`LossAccumulator` instead of
+        "mean".
     """
     problem = Problem(
         hidden, weight, labels, bias=bias, token_weight=token_weight, class_weight=class_weight,
@@ -141,12 +142,12 @@ def _reduced(task: Task, reduction: str, counted: Problem) -> Tensor:
     if reduction == "sum":
         if torch.compiler.is_compiling() or expected() is None:  # no other factor is expected
             one = problem.hidden.new_ones((), dtype=dtype)
-            task = task.but(problem=problem.but(expected_upstream=one))
+            task = task.replace(problem=problem.replace(expected_upstream=one))
         return dispatch.loss_sum(task)[0].loss_sum
     weights, count = weights_and_count(counted)
     # If all weights are 0, the mean is 0 / 0, as in torch; without a valid label it is 0.
     denominator = torch.where(count > 0, weights, 1.0).to(dtype)
-    task = task.but(problem=problem.but(expected_upstream=1 / denominator))
+    task = task.replace(problem=problem.replace(expected_upstream=1 / denominator))
     return dispatch.loss_sum(task)[0].loss_sum / denominator
 
 
@@ -156,10 +157,10 @@ def _of_probabilities(problem: Problem, sharding: Any, reduction: str) -> Tensor
 
     def check(here: Problem, _: bool) -> Divergence:
         check_choice("reduction", reduction, REDUCTIONS)
-        return targets_of(here.but(ignore_index=asked.ignore_index), given)
+        return targets_of(here.replace(ignore_index=asked.ignore_index), given)
 
     labels, backend = no_labels(problem.hidden), problem.backend or "torch"
-    problem = problem.but(labels=labels, ignore_index=None, backend=backend)
+    problem = problem.replace(labels=labels, ignore_index=None, backend=backend)
     task, tokens = divergence_task(problem, sharding, reduction, check)
     if tokens.group is not None:
         raise ValueError(
@@ -168,7 +169,7 @@ def _of_probabilities(problem: Problem, sharding: Any, reduction: str) -> Tensor
         )
     if reduction == "none":
         return dispatch.token_losses(task).view(given.shape[:-1])
-    return _reduced(task, reduction, task.problem.but(class_weight=None))
+    return _reduced(task, reduction, task.problem.replace(class_weight=None))
 
 
 # ---- under the names and with the order of arguments of other libraries --------------------------

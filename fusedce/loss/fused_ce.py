@@ -12,7 +12,7 @@ from fusedce.autograd import dispatch
 from fusedce.contract.checks import check_argmax_out, check_unsharded, checked, is_sharded
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
-from fusedce.contract.problem import Problem, Task, Wanted
+from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.contract.results import MONITORS, LossSum, MonitoredLossSum
 from fusedce.loss.sharded_problem import SUM, agree
 
@@ -99,9 +99,9 @@ def fused_ce(
     Note:
         Products have the inputs' dtype and accumulate in float32; all else is float32 or better.
         Deterministic. Gradients are computed in the forward pass, chunk by chunk, three products of
-        the head's size in all, so later writes into ``weight`` do not change them. With label
-        smoothing, "entropy" or "z_loss" monitored, a small budget, or a sharded vocabulary, the
-        logits are computed twice, a fourth product.
+        the head's size in all, so later writes into ``weight`` do not change them. With "entropy"
+        or "z_loss" monitored, a small budget, a sharded vocabulary, or label smoothing where a
+        chunk is not held in float32, the logits are computed twice, a fourth product.
 
         With no valid label ``loss_sum`` and all gradients are 0; the graph is still there. The
         hidden state of an ignored position is never read. A valid position whose logits hold NaN or
@@ -128,7 +128,7 @@ def fused_ce(
         problem = checked(problem)
         if type(monitor) is not tuple or monitor or argmax_out is not None:
             _check_outputs(monitor, argmax_out, labels)
-    wanted = Wanted(
+    wanted = Outputs(
         argmax=argmax_out is not None or "correct" in monitor,
         entropy="entropy" in monitor,
         lse="z_loss" in monitor,

@@ -20,7 +20,7 @@ from fusedce.contract.checks import (
 )
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
-from fusedce.contract.problem import Problem, Task, Wanted
+from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
 from fusedce.loss.sharded_problem import ARGMAX, STATISTICS, agree, no_labels
 
@@ -119,9 +119,10 @@ def fused_logprobs(
 
     Note:
         Each token has an upstream gradient of its own. Backward computes the logits once more, in
-        tiles of the vocabulary, and leaves out tokens whose upstream gradients are all 0 (masked
-        prompts, clipped ratios). The log-probability (of K classes: of the likeliest) and entropy
-        stay exact where one class has nearly all the probability. Deterministic.
+        tiles of the vocabulary, unless they are few and were kept, and leaves out tokens whose
+        upstream gradients are all 0 (masked prompts, clipped ratios). The log-probability (of K
+        classes: of the likeliest) and entropy stay exact where one class has nearly all the
+        probability. Deterministic.
     """
     problem = Problem(
         hidden, weight, labels, bias=bias, ignore_index=ignore_index, softcap=softcap,
@@ -142,7 +143,7 @@ def fused_logprobs(
         check_unsharded(tokens_sharded, vocab_size)
         problem = flattened(check_tokens(tempered(problem, temperature)))
         check_flag("mean_logit", mean_logit)
-    wanted = Wanted(lse=True, entropy=True, argmax=True, zmean=mean_logit)
+    wanted = Outputs(lse=True, entropy=True, argmax=True, zmean=mean_logit)
     logprob, stats = dispatch.token_stats(Task(problem, wanted, shard=shard))
     assert stats.argmax is not None
     more = [stats.entropy, stats.lse, stats.argmax, *[stats.zmean][: int(mean_logit)]]
@@ -195,6 +196,6 @@ def fused_argmax(
     else:
         check_unsharded(tokens_sharded, vocab_size)
         problem = checked(problem)
-    argmax = dispatch.token_stats(Task(problem, Wanted(argmax=True), shard=shard))[1].argmax
+    argmax = dispatch.token_stats(Task(problem, Outputs(argmax=True), shard=shard))[1].argmax
     assert argmax is not None
     return tokens.own(argmax)[0].view(local_of(hidden).shape[:-1])

@@ -105,27 +105,27 @@ def agree(
         one = given
         if function == STATISTICS and has_several_labels(given):
             function = f"{function}, {given.labels.shape[-1]} classes each"
-            one = given.but(labels=given.labels[..., 0])
+            one = given.replace(labels=given.labels[..., 0])
         check_tensors(with_a_row(one))
         c = given.class_weight
         # The class weights are those of all ranks' classes, whose number `_compare` finds.
-        check_options(given.but(weight=c) if isinstance(c, Tensor) else given)
+        check_options(given.replace(weight=c) if isinstance(c, Tensor) else given)
         asked = {"function": function, "monitor": "", **check(given)}
-        given = given.but(
+        given = given.replace(
             labels=given.labels.long(),  # some ranks' may be int32
             # An environment may differ between ranks as arguments may.
             memory_budget=memory_budget_of(given.memory_budget, given.chunk_tokens),
             backend=resolve_backend(given.backend, given.hidden),
         )
         flat = flattened(given)
-        given = given.but(temperature=flat.temperature)
+        given = given.replace(temperature=flat.temperature)
         asked.update(tokens_sharded=tokens_sharded, vocab_size=vocab_size)
         mine = _row_of(given, asked)
     shard, tokens = _compare(given, groups, asked, _all_gather_rows(mine, groups))
     real = max(shard.V - shard.first, 0)
     if real < len(flat.weight):  # the others are padding
         bias = None if flat.bias is None else flat.bias[:real]
-        flat = flat.but(weight=flat.weight[:real], bias=bias)
+        flat = flat.replace(weight=flat.weight[:real], bias=bias)
     return tokens.all_of(flat), shard, tokens
 
 
@@ -156,12 +156,12 @@ def divergence_task(
         found.append(check(given, True))
         return {"reduction": reduction} | found[0].settings()
 
-    problem = problem.but(backend=problem.backend or "torch")
+    problem = problem.replace(backend=problem.backend or "torch")
     problem, shard, tokens = agree(problem, sharding, DIVERGENCE, checked)
     (divergence,), real = found, len(problem.weight)
     hidden, weight, bias, *_ = divergence
     if hidden is not None and weight is not None:
-        divergence = divergence.but(
+        divergence = divergence.replace(
             teacher_hidden=tokens.gather(hidden),
             teacher_weight=weight[:real],
             teacher_bias=None if bias is None else bias[:real],
@@ -353,7 +353,7 @@ def _layout_of(
                 f"placements={_with('Replicate()', placements)})"
             )
     local = {name: local_of(x) for name, x in problem._asdict().items()}
-    return problem.but(**local), tokens_sharded
+    return problem.replace(**local), tokens_sharded
 
 
 def _with(placement: str, placements: Sequence[object], at: int = 0) -> str:

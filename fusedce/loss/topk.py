@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.choose import resolve_backend
-from fusedce.backends.gradients import call_of
-from fusedce.backends.plan import ROW_MULTIPLE, tiles_of
+from fusedce.backends.gradients import sizes_of
+from fusedce.backends.plan import ROW_MULTIPLE, plan_tiles
 from fusedce.backends.shards import ALL_HERE, all_gather
 from fusedce.backends.torch.logit_tiles import Logits, blocks_of, exp_, tiles
 from fusedce.contract.checks import (
@@ -23,7 +23,7 @@ from fusedce.contract.checks import (
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.labels import used_tokens
-from fusedce.contract.problem import Problem, Projection, Shard, Wanted
+from fusedce.contract.problem import Outputs, Problem, Projection, Shard
 from fusedce.contract.results import TopK
 from fusedce.loss.logprobs import fused_logprobs
 from fusedce.loss.sharded_problem import TOPK, agree, no_labels
@@ -123,10 +123,10 @@ def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor
     at = torch.full_like(top, V if shard is None else shard.V, dtype=torch.int64)
     lses = torch.full_like(top[:, :1], -torch.inf, dtype=torch.float64)
     rows = used_tokens(problem, max(V, 1))[0].nonzero()[:, 0]
-    call = call_of(problem, Wanted(), len(rows))
+    call = sizes_of(problem, Outputs(), len(rows))
     # a tile's rows, the largest of them, and what is compared with them
     call = call._replace(V=max(V, 1), copies=call.copies + 3)
-    way = tiles_of(call, memory_budget=problem.memory_budget)
+    way = plan_tiles(call, memory_budget=problem.memory_budget)
     tokens, step = way.tokens, way.classes
     if problem.memory_budget is None and tokens >= _WIDER * ROW_MULTIPLE:
         # As many logits, of fewer tokens: a wide row has no more candidates than a narrow one.

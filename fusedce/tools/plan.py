@@ -10,7 +10,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any, NamedTuple
 
-from fusedce.backends.plan import EXP_GEMM_H, Call, device_budget, least_bytes, way_of
+from fusedce.backends.plan import EXP_GEMM_H, Call, choose_plan, device_budget, least_bytes
 from fusedce.tools import pairs, size
 from fusedce.tools.model_sizes import UserError, sizes
 
@@ -54,7 +54,7 @@ def plan(
         raise UserError(f"device must be cpu or one of {', '.join(DEVICES)}, got {device!r}")
     (H, V), b = sizes(model), BYTES[dtype]
     asked = call(tokens, H, V, b, DEVICES.get(device))
-    ours, logits = way_of(asked), b * tokens * V
+    ours, logits = choose_plan(asked), b * tokens * V
     return {
         "model": {"name": model, "H": H, "V": V},
         "tokens": tokens,

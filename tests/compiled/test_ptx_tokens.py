@@ -108,8 +108,8 @@ def small_tiles(monkeypatch):
     def way(call, **asked):
         return plan.by_tiles(call, 16, 192)
 
-    monkeypatch.setattr(sum_grads, "way_of", way)
-    monkeypatch.setattr(vocab_tiles, "tiles_of", way)
+    monkeypatch.setattr(sum_grads, "choose_plan", way)
+    monkeypatch.setattr(vocab_tiles, "plan_tiles", way)
 
 
 @pytest.mark.parametrize(

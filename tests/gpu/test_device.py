@@ -155,7 +155,7 @@ def test_the_host_waits_once_in_training_and_never_in_evaluation(trains):
 
 @pytest.mark.parametrize(("N", "H", "V"), [(8192, 4096, 128256), (8192, 2304, 256000)])
 def test_memory_keeps_to_the_plan(N, H, V):
-    from fusedce.backends.plan import way_of
+    from fusedce.backends.plan import choose_plan
     from fusedce.backends.triton import archs
     from fusedce.tools.plan import Device, call
 
@@ -170,7 +170,7 @@ def test_memory_keeps_to_the_plan(N, H, V):
     walks = archs.architecture(current()).walks(2)
     memory = torch.cuda.get_device_properties(current()).total_memory
     here = Device(memory, walks.gemm.BLOCK_V, walks.gemm_up_to)
-    planned = way_of(call(N, H, V, 2, here)).bytes
+    planned = choose_plan(call(N, H, V, 2, here)).bytes
     assert peak <= 1.05 * planned + 16 * 2**20
     with torch.no_grad():
         torch.cuda.reset_peak_memory_stats()

@@ -38,12 +38,12 @@ def taken(monkeypatch):
     names = []
 
     def watched(*args, **kwargs):
-        names.append(plan.way_of(*args, **kwargs).name)
-        return plan.way_of(*args, **kwargs)
+        names.append(plan.choose_plan(*args, **kwargs).name)
+        return plan.choose_plan(*args, **kwargs)
 
     monkeypatch.setattr(plan, "SCRATCH_CPU", 0)
     for module in (sum_grads, triton_sum_grads):
-        monkeypatch.setattr(module, "way_of", watched)
+        monkeypatch.setattr(module, "choose_plan", watched)
     return names
 
 
@@ -54,9 +54,9 @@ def tiles_alone(monkeypatch, R, T):
         return plan.by_tiles(call, R, T)
 
     for module in (sum_grads, triton_sum_grads):
-        monkeypatch.setattr(module, "way_of", way)
+        monkeypatch.setattr(module, "choose_plan", way)
     for module in (stats_and_grads, vocab_tiles):
-        monkeypatch.setattr(module, "tiles_of", way)
+        monkeypatch.setattr(module, "plan_tiles", way)
 
 
 @pytest.mark.slow

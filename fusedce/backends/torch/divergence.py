@@ -30,14 +30,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, Summed, call_of, waiting
-from fusedce.backends.plan import Way, compared_classes, way_of
+from fusedce.backends.gradients import Gradients, Summed, saved_grad_dtypes, sizes_of
+from fusedce.backends.plan import Way, choose_plan, compared_classes
 from fusedce.backends.shards import (
     all_reduce,
     largest,
     nll_and_lse,
     of_ranks,
-    sharded_call,
+    sharded_sizes,
     sums,
 )
 from fusedce.backends.torch.logit_tiles import (
@@ -83,16 +83,18 @@ def divergence_and_grads(task: Task) -> Summed:
     assert divergence is not None
     used, n_valid = used_tokens(problem, None if shard is None else shard.V)
     rows = used.nonzero()[:, 0]
-    call = call_of(problem, wanted, len(rows), waiting(problem))
+    call = sizes_of(problem, wanted, len(rows), saved_grad_dtypes(problem))
     if shard is not None:
-        call = sharded_call(problem, shard, len(rows))
+        call = sharded_sizes(problem, shard, len(rows))
     hidden, device = problem.hidden, problem.hidden.device
     products = Products.of(hidden)
     acc, gemm = products.acc, products.gradients
     of_both = call.beside(divergence.teacher_size())
-    way = way_of(of_both, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget)
+    way = choose_plan(
+        of_both, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget
+    )
     parts = chunks_of(rows, way.tokens)
-    grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=len(parts))
+    grads = Gradients(problem, wanted, dtypes=saved_grad_dtypes(problem), chunks=len(parts))
     compared = (_ToTargets if divergence.kind == TARGETS else _ToTeacher)(
         problem, divergence, way, compared_classes(call, way.tokens, way.classes), shard
     )
@@ -124,10 +126,10 @@ def divergence_and_grads(task: Task) -> Summed:
             grads.hidden[chunk] = dh.mul_(of_rows).to(grads.hidden.dtype)
     if shard is not None and grads.hidden is not None:
         all_reduce(grads.hidden, shard.group)
-    return Summed(losses, n_valid, factor, *grads.written())
+    return Summed(losses, n_valid, factor, *grads.cast_out())
 
 
-def _less(z: Tensor, lse: Tensor) -> Tensor:
+def log_softmax_(z: Tensor, lse: Tensor) -> Tensor:
     """``z (v, C) - lse`` in the place of ``z``; ``lse (C,)`` float64 goes as two numbers of ``z``'s
     dtype, exact for large logits."""
     high = lse.to(z.dtype)
@@ -228,7 +230,7 @@ class _ToTeacher(_Compared):
             slope = self.student.slope(of_s)
             of_ce = self._of_ce(of_s, y, begin, *of_label[:2]) if of_label else None
             torch.add(half_shift, torch.sub(of_s, of_t, out=half), alpha=0.5, out=half)
-            log_q, log_p = _less(of_s, lse), _less(of_t, lse_t)  # in of_s and of_t
+            log_q, log_p = log_softmax_(of_s, lse), log_softmax_(of_t, lse_t)  # in of_s and of_t
             if some_far:
                 apart = torch.sub(log_q, log_p, out=scratch).div_(2)
                 torch.where(far, apart, half, out=half)
@@ -273,7 +275,7 @@ class _ToTeacher(_Compared):
     def _of_ce(self, s: Tensor, y: Tensor, begin: int, nll: Tensor, lse: Tensor) -> Tensor:
         """``(v, C)``: gradient of the label's cross-entropy by a tile of logits."""
         temperature = self.divergence.temperature
-        g = exp_(_less(torch.mul(s, temperature), lse))
+        g = exp_(log_softmax_(torch.mul(s, temperature), lse))
         write_labels(g, y, begin, (-nll).expm1().to(g.dtype))
         return g.mul_(self.divergence.ce_weight * temperature)
 
@@ -352,7 +354,7 @@ class _ToTargets(_Compared):
             slope = self.student.slope(z)
             t = scratch.copy_(self._weighed(chunk, begin, begin + len(z), dtype).t())
             apart += torch.sub(z_label, z, out=behind).mul_(t).sum(0)
-            g = exp_(_less(z, lse)).mul_(alpha).sub_(t)
+            g = exp_(log_softmax_(z, lse)).mul_(alpha).sub_(t)
             write_labels(g, y, begin, at_label)
             if slope is not None:
                 g.mul_(slope)

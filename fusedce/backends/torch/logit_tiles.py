@@ -211,8 +211,8 @@ class TileStats:
     def add(self, z: Tensor, begin: int) -> bool:
         """Take in a tile ``z (v, C)``; it becomes ``exp(z - k)``, 0 at the labels, in place.
 
-        Returns whether the reference fits: if not, start again with the next one. With the entropy
-        the tile holds nothing of use.
+        Returns whether the reference fits: if not, start again with the next one. With
+        ``entropy=True`` the tile is scratch afterwards.
         """
         found, inside = write_labels(z, self.y, begin, -math.inf)
         self.z_label = torch.where(inside, found, self.z_label)

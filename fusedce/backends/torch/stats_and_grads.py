@@ -22,11 +22,11 @@ from fusedce.backends.gradients import (
     Dtypes,
     Gradients,
     add_rows,
-    call_of,
     check_budget,
     memory_of,
+    sizes_of,
 )
-from fusedce.backends.plan import CPU_BUDGET, device_budget, most_classes, tiles_of
+from fusedce.backends.plan import CPU_BUDGET, device_budget, most_classes, plan_tiles
 from fusedce.backends.torch.logit_tiles import (
     Logits,
     Rows,
@@ -39,8 +39,8 @@ from fusedce.backends.torch.logit_tiles import (
     write_labels,
 )
 from fusedce.contract.labels import used_tokens
-from fusedce.contract.objective import Stats, Upstream
-from fusedce.contract.problem import Problem, Projection, Wanted, acc_dtype
+from fusedce.contract.objective import LogitGrad, Stats
+from fusedce.contract.problem import Outputs, Problem, Projection, acc_dtype
 
 _LOWEST = -1e4  # nats: a probability of 0, in float64 too
 
@@ -57,7 +57,7 @@ def room_for_logits(problem: Problem) -> Tensor | None:
 
 
 def token_stats(
-    problem: Problem, wanted: Wanted, argmax: Tensor | None, kept: Tensor | None = None
+    problem: Problem, wanted: Outputs, argmax: Tensor | None, kept: Tensor | None = None
 ) -> Stats:
     """One pass over the logits; holds one tile of them, and fills ``kept (V, N)``."""
     N, V = len(problem.labels), problem.weight.shape[0]
@@ -76,8 +76,8 @@ def token_stats(
         argmax.fill_(-1)
         stats = stats._replace(top=out(True))
     c = None if problem.class_weight is None else problem.class_weight.to(head.acc)
-    check_budget(problem, call_of(problem, wanted, len(rows)))
-    way = tiles_of(call_of(problem, Wanted(), len(rows)), memory_budget=problem.memory_budget)
+    check_budget(problem, sizes_of(problem, wanted, len(rows)))
+    way = plan_tiles(sizes_of(problem, Outputs(), len(rows)), memory_budget=problem.memory_budget)
     for block in blocks_of(rows, way.tokens):
         h = logits.operand(problem.hidden[block])  # (R, H)
         y = problem.labels[block].long()
@@ -110,9 +110,9 @@ def token_stats(
 
 def token_grads(
     problem: Problem,
-    wanted: Wanted,
+    wanted: Outputs,
     lse: Tensor,  # (N,)
-    upstream: Upstream,
+    upstream: LogitGrad,
     dtypes: Dtypes,
     kept: Tensor | None = None,  # (V, N) finished logits
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,8 +122,8 @@ def token_grads(
     products = logits.products
     acc, gemm = products.acc, products.gradients
     rows = (problem.valid() & upstream.used).nonzero()[:, 0]
-    call = call_of(problem, wanted, len(rows), dtypes)
-    way = tiles_of(call, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget)
+    call = sizes_of(problem, wanted, len(rows), dtypes)
+    way = plan_tiles(call, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget)
     classes = way.classes
     if kept is not None:  # nothing is multiplied again, so no bits depend on the tile
         classes = most_classes(call.limits, min(way.tokens, len(rows)))
@@ -163,7 +163,7 @@ def token_grads(
                 add_rows(d_weight, y, hidden[tokens] * entries)
         if of_tile is not None and d_weight is not None and d_weight is not of_tile:
             of_tile.copy_(d_weight)  # rounded once
-    return grads.written()
+    return grads.cast_out()
 
 
 class _Block(NamedTuple):
@@ -172,11 +172,11 @@ class _Block(NamedTuple):
     rows: Rows
     y: Tensor  # labels; one that is no row of weight has no entry
     lse: Tensor
-    by: Upstream  # of these tokens, in the dtype of logits; of further classes (K, R)
+    by: LogitGrad  # of these tokens, in the dtype of logits; of further classes (K, R)
     temperature: Tensor | None
 
     @classmethod
-    def of(cls, problem: Problem, rows: Rows, lse: Tensor, upstream: Upstream) -> _Block:
+    def of(cls, problem: Problem, rows: Rows, lse: Tensor, upstream: LogitGrad) -> _Block:
         """``rows`` that repeat the one before them (see `blocks_of`) have factors of 0."""
         acc, again = acc_dtype(problem.hidden.dtype), None
         if isinstance(rows, Tensor):
@@ -192,7 +192,7 @@ class _Block(NamedTuple):
         y, temperature = problem.labels[rows].long(), problem.temperature
         if temperature is not None:
             temperature = temperature[rows]
-        return cls(rows, y, lse[rows].to(acc), Upstream(*map(factor, upstream)), temperature)
+        return cls(rows, y, lse[rows].to(acc), LogitGrad(*map(factor, upstream)), temperature)
 
 
 def _gradient(problem: Problem, head: Projection, block: _Block, z: Tensor, begin: int) -> Tensor:

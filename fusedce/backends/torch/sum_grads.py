@@ -23,8 +23,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, Summed, add_rows, by_class, call_of, waiting
-from fusedce.backends.plan import TILES, evaluation_tile, is_one_tile, tiles_of, way_of
+from fusedce.backends.gradients import (
+    Gradients,
+    Summed,
+    add_rows,
+    by_class,
+    saved_grad_dtypes,
+    sizes_of,
+)
+from fusedce.backends.plan import TILES, choose_plan, evaluation_tile, is_one_tile, plan_tiles
 from fusedce.backends.torch.logit_tiles import (
     Logits,
     TileStats,
@@ -42,7 +49,7 @@ from fusedce.backends.torch.stats_and_grads import token_grads, token_stats
 from fusedce.backends.upstream import loss_in_two_passes
 from fusedce.contract.labels import used_rows
 from fusedce.contract.objective import expected_upstream, slopes, token_losses
-from fusedce.contract.problem import Problem, Projection, Task, Wanted, acc_dtype
+from fusedce.contract.problem import Outputs, Problem, Projection, Task, acc_dtype
 
 _ROWS = 2**18  # elements of the labels' rows that are computed again at a time
 _WIDENED = 2**22  # elements of the head's rows whose copy in float32 lies beside a tile
@@ -57,7 +64,7 @@ def loss(problem: Problem) -> tuple[Tensor, Tensor]:
         if logits.products.logits != problem.hidden.dtype:
             classes = min(classes, max(_WIDENED // problem.hidden.shape[1], 1))
     else:
-        way = tiles_of(call_of(problem, Wanted(), n), memory_budget=problem.memory_budget)
+        way = plan_tiles(sizes_of(problem, Outputs(), n), memory_budget=problem.memory_budget)
         C, classes = way.tokens, way.classes
     step = logits.step(C, classes)
     totals = []
@@ -101,13 +108,15 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
     logits = Logits(Projection.of(problem))
     head, products = logits.head, logits.products
     acc, stored = products.acc, products.gradients
-    dtypes = waiting(problem)
+    dtypes = saved_grad_dtypes(problem)
     limited = problem.memory_budget is not None or problem.chunk_tokens is not None
     if not limited and is_one_tile(n, V, stored.itemsize, on_cpu=device.type == "cpu"):
         C, step = n, V
     else:
-        call = call_of(problem, wanted, n, dtypes, logit=stored.itemsize)
-        way = way_of(call, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget)
+        call = sizes_of(problem, wanted, n, dtypes, logit=stored.itemsize)
+        way = choose_plan(
+            call, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget
+        )
         if way.name == TILES:
             return loss_in_two_passes(token_stats, token_grads, problem, wanted, argmax)
         C, step = min(way.tokens, n), logits.step(way.tokens, way.classes)
@@ -189,7 +198,7 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
         if dh is not None and grads.hidden is not None and not whole:
             grads.hidden[chunk] = dh.to(grads.hidden.dtype)
 
-    return Summed(_added(totals, problem), n_valid, factor, *grads.written())
+    return Summed(_added(totals, problem), n_valid, factor, *grads.cast_out())
 
 
 def _times(factor: Tensor, x: Tensor | float) -> Tensor:

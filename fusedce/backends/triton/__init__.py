@@ -53,7 +53,7 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     """``x *= factor``, 0 stays 0; nothing is written for 1, which only the GPU needs to know."""
     if x.numel():
         with on(x.device):
-            # 8 programs of 8 warps fill a multiprocessor.
+            # 8 programs of 8 warps fill a multiprocessor of 64 warps (6 fill one of 48).
             programs = min(-(-x.numel() // SCALE_BLOCK), 8 * archs.processors(x.device))
             run(
                 scale_kernel,

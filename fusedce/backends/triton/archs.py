@@ -98,7 +98,7 @@ class Architecture(NamedTuple):
 
 
 def rows_in_waves(C: int, columns: int, most: int, processors: int) -> int:
-    """Rows, ``most`` or down to half of them, of products that leave the fewest waves half empty.
+    """The row count in [most / 2, most] that needs the fewest GEMM waves.
 
     ``C`` rows by ``columns`` are computed in blocks of 128 x 256 (what cuBLAS takes, assumed),
     one a processor at a time.

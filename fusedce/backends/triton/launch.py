@@ -115,7 +115,7 @@ def of_whole_steps(name: str, x: Tensor, step: int) -> Tensor:
     if x.stride(1) == 1 and aligned(x) and not more:
         return x
     why = f"rows are no multiple of {step} long" if more else "rows are not aligned to 16 bytes"
-    say_once(f"{name} is copied on every call without gradients, since its {why}")
+    say_once(f"{name} is copied on every call, since its {why}")
     return pad(x, (0, more)) if more else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -127,7 +127,7 @@ def aligned(x: Tensor) -> bool:
 
 @functools.cache
 def say_once(what: str) -> None:
-    """Warn, once for each text, of a way that is slower."""
+    """Warn once per message about a slower path."""
     warnings.warn(f"fusedce: {what}; this is slower, the result is the same", stacklevel=5)
 
 

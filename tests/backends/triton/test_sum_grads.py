@@ -8,7 +8,7 @@ from support.params import slow
 import fusedce
 from fusedce.backends import triton as backend
 from fusedce.backends.triton import divergence, sum_grads, vocab_tiles
-from fusedce.contract.problem import Problem, Task, Wanted
+from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.testing import Case
 
 H = 64
@@ -30,7 +30,7 @@ DTYPES = [slow(torch.float32), torch.bfloat16, slow(torch.float16)]
 
 def gradients(problem):
     """Gradients of the sum times its expected factor, and exact gradients."""
-    wanted = Wanted(hidden=True, weight=True, bias=problem.bias is not None)
+    wanted = Outputs(hidden=True, weight=True, bias=problem.bias is not None)
     found = backend.loss_and_grads(Task(problem, wanted), None)
     x = [problem.hidden, problem.weight] + ([] if problem.bias is None else [problem.bias])
     x = [t.double().requires_grad_() for t in x]
@@ -133,7 +133,7 @@ def test_an_impossible_label_costs_infinity_and_has_a_gradient(dtype):
     bias = torch.zeros(V, dtype=dtype)
     bias[labels[3]] = -torch.inf
     found = backend.loss_and_grads(
-        Task(Problem(hidden, weight, labels, bias=bias), Wanted(hidden=True, weight=True)), None
+        Task(Problem(hidden, weight, labels, bias=bias), Outputs(hidden=True, weight=True)), None
     )
     assert found.loss == torch.inf
     x = hidden.double().requires_grad_()
@@ -157,7 +157,7 @@ def test_the_product_of_one_chunk_is_written_in_the_gradients_own_dtype(
     monkeypatch.setattr(sum_grads, "add_product", add_and_look)
     problem = Problem(*inputs(torch.bfloat16, 1, 0.0, n=5), chunk_tokens=chunk_tokens)
     found = backend.loss_and_grads(
-        Task(problem, Wanted(hidden=False, weight=True, bias=False)), None
+        Task(problem, Outputs(hidden=False, weight=True, bias=False)), None
     )
     assert set(seen) == {dtype}
     assert found.d_weight.dtype == torch.bfloat16
@@ -178,7 +178,7 @@ def test_training_inside_a_graph_is_training_outside(monkeypatch, dtype, chunk_t
         one = torch.ones(())  # as inside, where the host knows no factor
         options = {"softcap": 5.0, "logit_scale": 0.7, "chunk_tokens": chunk_tokens}
         problem = Problem(hidden, weight, labels, bias=bias, expected_upstream=one, **options)
-        wanted = Wanted(hidden=True, weight=True, bias=True)
+        wanted = Outputs(hidden=True, weight=True, bias=True)
         return tuple(backend.loss_and_grads(Task(problem, wanted), None))
 
     outside = run()
