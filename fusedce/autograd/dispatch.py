@@ -23,9 +23,9 @@ from torch.autograd import forward_ad
 from fusedce.autograd import sums, tokens
 from fusedce.backends import chosen
 from fusedce.backends.choose import resolve_backend
-from fusedce.contract.checks import checked, transformed
+from fusedce.contract.checks import transformed
 from fusedce.contract.objective import Stats, folded, with_expected_upstream
-from fusedce.contract.problem import Problem, Task, Wanted
+from fusedce.contract.problem import Task, Wanted
 from fusedce.contract.results import LossSum
 
 
@@ -62,19 +62,6 @@ def _by_tokens(task: Task, *, train: bool) -> bool:
     if problem.label_smoothing or shard is not None:
         return True
     return not (train or (problem.plain() and not any(monitored)))
-
-
-def sum_with_grads(problem: Problem) -> sums.SumWithGrads | None:
-    """The sum with the gradients that are wanted, without graph, for the caller's autograd node.
-
-    ``problem`` is as a public function would get it. ``None`` where the forward pass computes no
-    gradients.
-    """
-    wanted = Wanted.of(problem)
-    if transformed() or problem.label_smoothing or not any(wanted):
-        return None
-    problem = _prepared(Task(checked(problem))).problem
-    return sums.with_grads(with_expected_upstream(problem), wanted)
 
 
 def token_losses(task: Task) -> Tensor:

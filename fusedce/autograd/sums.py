@@ -17,7 +17,6 @@ attaches the gradients to the loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,14 +25,7 @@ from torch import Tensor
 from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import Gradients, waiting
 from fusedce.contract.checks import transformed
-from fusedce.contract.problem import (
-    Problem,
-    Task,
-    Wanted,
-    acc_dtype,
-    schema_of,
-)
-from fusedce.contract.results import LossSum
+from fusedce.contract.problem import Task, Wanted, acc_dtype, schema_of
 
 
 def loss_sum(task: Task) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,47 +40,6 @@ def loss_sum(task: Task) -> tuple[Tensor, Tensor, Tensor]:
         attached: tuple[Any, ...] = (total, factor, problem.hidden, problem.weight, problem.bias)
         total = torch.ops.fusedce.attach(*attached, *grads, problem.backend)
     return total, n_valid, argmax
-
-
-class Finish(NamedTuple):
-    """How backward turns saved gradients into those of the inputs."""
-
-    wanted: Wanted
-    dtype: torch.dtype  # of the inputs
-    backend: str
-    ours: bool  # the saved tensors cannot be a user's, so they may be written into
-
-    def gradients(self, saved: Sequence[Tensor], upstream: Tensor) -> list[Any]:
-        """Gradients of hidden state, weight and bias; may overwrite ``saved``, see `SumWithGrads`.
-
-        ``upstream ()``, the gradient of the sum, over the factor that was expected multiplies them.
-        """
-        factor, *grads = saved
-        ratio = upstream / factor
-        return [
-            _scaled(grad, ratio, self.backend, ours=self.ours).to(self.dtype) if wants else None
-            for grad, wants in zip(grads, self.wanted.gradients(), strict=True)
-        ]
-
-
-class SumWithGrads(NamedTuple):
-    """A sum and its gradients, for a caller that keeps them in an autograd node of its own."""
-
-    out: LossSum
-    saved: tuple[Tensor, ...]  # factor () of the gradients, then these; (0,): not wanted
-    finish: Finish
-    inputs: list[Tensor]  # whose gradients they are, cast and flattened
-
-
-def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
-    """The sum and the wanted gradients of a problem, without graph."""
-    with torch.no_grad():
-        total, n_valid, _, *saved = torch.ops.fusedce.sum(*Task(problem, wanted).flat())
-    ours, dtype = not _keeps_saved_tensors(), problem.hidden.dtype
-    finish = Finish(wanted, dtype, str(problem.backend), ours)
-    given = problem.hidden, problem.weight, problem.bias
-    inputs = [x for x in given if x is not None and x.requires_grad]
-    return SumWithGrads(LossSum(total, n_valid), tuple(saved), finish, inputs)
 
 
 @torch.library.custom_op(
@@ -156,8 +107,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     attached = Attached(*inputs)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(attached.factor, attached.d_hidden, attached.d_weight, attached.d_bias)
-    ours, dtype = not _keeps_saved_tensors(), attached.hidden.dtype
-    ctx.finish = Finish(needed_gradients(ctx, Attached), dtype, attached.backend, ours)
+    ctx.wanted, ctx.dtype = needed_gradients(ctx, Attached), attached.hidden.dtype
+    ctx.backend, ctx.ours = attached.backend, not _keeps_saved_tensors()
 
 
 def _backward(ctx: Any, upstream: Tensor | None) -> tuple[Any, ...]:
@@ -165,7 +116,14 @@ def _backward(ctx: Any, upstream: Tensor | None) -> tuple[Any, ...]:
     if upstream is None:
         return tuple(nothing)
     refuse_second_derivatives()
-    hidden, weight, bias = ctx.finish.gradients(ctx.saved_tensors, upstream)
+    factor, *grads = ctx.saved_tensors
+    given: list[Any] = [
+        _scaled(grad, upstream / factor, ctx.backend, ours=ctx.ours).to(ctx.dtype)
+        if wants
+        else None
+        for grad, wants in zip(grads, ctx.wanted.gradients(), strict=True)
+    ]
+    hidden, weight, bias = given
     return tuple(Attached(*nothing)._replace(hidden=hidden, weight=weight, bias=bias))
 
 

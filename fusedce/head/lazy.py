@@ -5,8 +5,8 @@ differentiated by torch's own nodes. An operator that arrives *below* autograd i
 :class:`Expr` if it is a view or a row of :data:`fusedce.head.rules.RULES`; any other operator gets
 real logits, computed once. After a write the logits stay real.
 
-The loss (:mod:`fusedce.head.loss`) does not differentiate this chain: its gradient goes straight to
-the head's inputs, unless code asks for the gradient of the logits.
+The gradient of a fused loss (:mod:`fusedce.head.loss`) travels back along this chain as a
+:class:`fusedce.head.loss.LazyGradient`: without values, unless code reads it.
 """
 
 from __future__ import annotations
@@ -295,21 +295,18 @@ def _write(func: Any, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any
 # ---- above autograd -------------------------------------------------------------------------
 
 
-def _watched(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Note that code asks for the gradient of these logits: the loss then computes it."""
+def _differentiated(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.autograd.grad``: a gradient of logits is returned as real numbers."""
+    return real(func(*args, **kwargs), "the gradient of logits")
 
-    def watch(x: LazyLogits) -> None:
-        for product in x.expr.products:
-            product.watched = True
 
-    replaced((args, kwargs), watch)
-    return func(*args, **kwargs)
+def _retained(func: Any, x: LazyLogits) -> Any:
+    """``retain_grad``: the gradient is real from here on, as it is read after the next step."""
+    x.register_hook(lambda g: real(g, "retain_grad"))
+    return func(x)
 
 
 def _hooked(func: Any, x: LazyLogits, *args: Any) -> Any:
-    """Note that code may hook the gradient: the loss then sends a :class:`Passenger` there."""
-    for product in x.expr.products:
-        product.hooked = True
     x.grad_fn  # noqa: B018  # after a write, torch crashes if the hook makes a view build its node
     return func(x, *args)
 
@@ -330,8 +327,8 @@ def _set_data(func: Any, x: LazyLogits, data: Any) -> Any:
 _MEMORY = (T.numpy, T.__array__, T.data_ptr, T.__dlpack__, T.share_memory_, T.storage,
            T._typed_storage, T.untyped_storage, T.tolist, T.apply_, T.map_, T.map2_)  # fmt: skip
 LazyLogits.above |= dict.fromkeys(_MEMORY, _exposed)
-LazyLogits.above |= dict.fromkeys((torch.autograd.grad, T.retain_grad), _watched)
-LazyLogits.above |= dict.fromkeys((T.register_hook, T.grad_fn.__get__), _hooked)
+LazyLogits.above |= {torch.autograd.grad: _differentiated, T.retain_grad: _retained}
+LazyLogits.above[T.register_hook] = _hooked
 LazyLogits.above[T.data.__set__] = _set_data
 
 

@@ -7,9 +7,7 @@ since. An :class:`Expr` is an operator applied to it.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from operator import add
 from typing import Any
 
 import torch
@@ -49,12 +47,12 @@ class Product:
 
     Attributes:
         given: hidden state, weight and perhaps bias.
-        watched: whether code asks for the gradient of the logits, which must then be computed.
-        hooked: whether code may have put a hook on that gradient.
+        needed: which of them get a gradient (set when the head runs).
         stale: whether an optimizer's step has changed the operands, or may have.
     """
 
-    watched = hooked = stale = False
+    stale = False
+    needed: tuple[bool, ...] = ()
 
     def __init__(
         self, report: HeadCounts, memory_budget: int | None, module: nn.Module,
@@ -160,6 +158,17 @@ register_optimizer_step_post_hook(_after_step)
 
 # ---- expressions ----------------------------------------------------------------------------
 
+# Operators that change values or choose among them; beside them those that differentiate them.
+_CHANGES = frozenset((
+    "mul", "div", "neg", "tanh", "tanh_backward", "permute", "transpose", "t",
+    "index", "index_put", "index_select", "index_add",
+))  # fmt: skip
+
+
+def changes_values(func: Any) -> bool:
+    """Whether an operator, or the one that differentiates it, changes values or their order."""
+    return getattr(func, "overloadpacket", func).__name__ in _CHANGES
+
 
 class Expr:
     """How values are computed: a product, or an operator applied to expressions. Immutable.
@@ -168,19 +177,28 @@ class Expr:
         product: the head's product; ``None`` for an operator.
         func, args, kwargs: the operator; the expressions among ``args`` stand for logits.
         after: the shape of the result.
-        products: the products in this expression, with repetitions.
+        steps: for each product in it, the number of operators that change values on the way.
+        once: whether each product occurs once.
         memory: where values are kept while lazy logits of this expression, or their views, exist.
     """
 
     memory: weakref.ref[Memory] | None = None
+    steps: dict[Product, int]
+    once: bool
 
     def __init__(
         self, product: Product | None, func: Any, args: tuple[Any, ...], kwargs: Any, after: Shape
     ) -> None:
         self.product, self.func, self.args, self.kwargs = product, func, args, kwargs
         self.after = after
-        below = [a.products for a in args if isinstance(a, Expr)]
-        self.products: list[Product] = [product] if product else functools.reduce(add, below, [])
+        below = [a for a in args if isinstance(a, Expr)]
+        more = 0 if product else changes_values(func)
+        self.steps = {p: n + more for a in below for p, n in a.steps.items()}
+        self.once = all(a.once for a in below) and sum(len(a.steps) for a in below) == len(
+            self.steps
+        )
+        if product:
+            self.steps, self.once = {product: 0}, True
 
     def values(self, operation: str, written: Memory | None = None) -> Tensor:
         """The values, without a graph; ``operation`` needs them.
@@ -198,11 +216,6 @@ class Expr:
             return self.product.logits(operation)
         of = lambda a: a.values(operation, written) if isinstance(a, Expr) else a  # noqa: E731
         return self.func(*tree_map(of, self.args), **self.kwargs)
-
-    def names(self) -> list[str]:
-        """The names of its operators."""
-        below = [name for a in self.args if isinstance(a, Expr) for name in a.names()]
-        return below if self.product is not None else [self.func.overloadpacket.__name__, *below]
 
 
 class Memory:

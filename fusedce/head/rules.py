@@ -8,7 +8,7 @@ logits. To add an operator, add a rule: its values and its derivative are torch'
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -163,26 +163,6 @@ RULES: dict[Any, Rule] = {
     aten.tanh.default: lambda p, after: None if p.cap is not None else p._replace(cap=1.0),
     aten.add.Tensor: _plus,
 }  # fmt: skip
-
-# Nodes by which autograd differentiates these operators. A chain with any other node, such as a
-# write or a function of C++, is left to autograd.
-NODES = frozenset(
-    f"{name}Backward{i}" for i in range(5) for name in
-    ("Alias", "Clone", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Mul", "Div",
-     "ToCopy", "Permute", "Transpose", "T", "Slice", "Select", "Index", "IndexSelect",
-     "Neg", "Tanh", "Add", "Split", "SplitWithSizes", "Unbind", "LiftFresh")
-)  # fmt: skip
-
-
-# Operators that change no values, and are not counted by `number_of_steps`.
-_FREE = frozenset(("view", "unsafeview", "reshapealias", "squeeze", "unsqueeze", "alias", "clone",
-                   "detach", "liftfresh"))  # fmt: skip
-
-
-def number_of_steps(names: Iterable[str]) -> int:
-    """The number of operators, or of their nodes, that change values or choose among them."""
-    kinds = (name.partition("Backward")[0].replace("_", "").lower() for name in names)
-    return sum(kind not in _FREE for kind in kinds)
 
 
 def rows_of(expr: Expr, given: Mapping[Product, Sequence[Tensor]]) -> Rows | None:

@@ -11,7 +11,7 @@ from support.heads import H, V, ce, plain_model, tokens
 
 from fusedce import replace_loss_head
 from fusedce.head.lazy import LazyLogits
-from fusedce.head.loss import Passenger
+from fusedce.head.loss import LazyGradient
 from fusedce.measure import peak_extra_bytes
 
 
@@ -49,7 +49,7 @@ def test_kept_detached_logits_hold_no_graph():
     finally:
         gc.enable()
     assert not loss.requires_grad
-    assert kept.expr.products[0].given[0].nbytes < kept.nbytes
+    assert next(iter(kept.expr.steps)).given[0].nbytes < kept.nbytes
 
 
 def test_a_tied_head_has_two_gradients_at_a_time_as_in_torch():
@@ -101,4 +101,4 @@ def test_a_step_leaves_nothing_for_the_garbage_collector(name):
 
 
 def lazy_tensors():
-    return {id(x) for x in gc.get_objects() if type(x) in (LazyLogits, Passenger)}
+    return {id(x) for x in gc.get_objects() if type(x) in (LazyLogits, LazyGradient)}
