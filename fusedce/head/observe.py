@@ -64,14 +64,15 @@ class HeadCounts:
     """Counts of fused losses and real logits while a head was replaced, with places and notes."""
 
     def __init__(self, since: str | None = None) -> None:
-        self.since, self.losses = since or time.strftime("%Y-%m-%d %H:%M:%S"), 0
+        self.since = since or time.strftime("%Y-%m-%d %H:%M:%S")
+        self.calls = self.losses = 0
         self.places: dict[tuple[str, str], Place] = {}
         self.notes: list[str] = []
 
     def __deepcopy__(self, memo: object) -> HeadCounts:
         return HeadCounts(self.since)
 
-    def made(self, operation: str, shape: tuple[int, ...], size: int) -> None:
+    def count_logits(self, operation: str, shape: tuple[int, ...], size: int) -> None:
         """Count logits of ``size`` bytes that ``operation`` needed."""
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):

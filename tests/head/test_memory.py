@@ -10,8 +10,8 @@ from support.attacks import both
 from support.heads import H, V, ce, plain_model, tokens
 
 from fusedce import replace_loss_head
+from fusedce.head.gradient import LazyGradient
 from fusedce.head.lazy import LazyLogits
-from fusedce.head.loss import LazyGradient
 from fusedce.measure import peak_extra_bytes
 
 

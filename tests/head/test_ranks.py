@@ -13,7 +13,7 @@ from support.tiny_trainer import V, llama
 from support.versions import FSDP2_MEAN, marked
 
 from fusedce import replace_loss_head
-from fusedce.head.product import Product
+from fusedce.head.linear_call import LinearCall
 
 
 def rows(rank=None):
@@ -122,7 +122,8 @@ REFUSED = {original: functools.partial(fsdp1, unit=True, original_parameters=ori
 
 
 def without_logits(case, rank):
-    with mock.patch.object(Product, "logits", side_effect=AssertionError("logits were computed")):
+    error = AssertionError("logits were computed")
+    with mock.patch.object(LinearCall, "materialize", side_effect=error):
         return case(rank)
 
 
@@ -173,6 +174,7 @@ def is_right(z):
     with torch.no_grad():
         expected = llama()(input_ids=rows()["input_ids"]).logits
     torch.testing.assert_close(z.detach() + 0, expected)
+    return expected
 
 
 on_two_ranks = ranks.together()
@@ -182,14 +184,32 @@ on_two_ranks = ranks.together()
 @on_two_ranks
 def test_a_look_alone_at_a_head_of_its_own_unit(rank):
     sharded = fsdp_of(["lm_head"])
+    with torch.no_grad():
+        z = sharded(**rows()).logits
+    assert_alone(rank, lambda: is_right(z))
+    out = sharded(**rows())
+    assert_alone(rank, lambda: is_right(out.logits))
+    out.loss.backward()
+    assert_alone(rank, lambda: is_right(out.logits))
+    sharded = fsdp_of([])
+    sharded.set_reshard_after_forward(True)
     z = sharded(**rows()).logits
     assert_alone(rank, lambda: z.argmax(-1), "set_reshard_after_forward(False)")
-    sharded.lm_head.unshard()
+    sharded.unshard()
     assert_alone(rank, lambda: is_right(z))
+
+
+@pytest.mark.slow
+@on_two_ranks
+def test_a_head_of_its_own_unit_runs_with_the_weight_of_now(rank):
+    """Averaged weights are swapped in between evaluations, while logits of the last one live on."""
     sharded = fsdp_of(["lm_head"])
-    sharded.lm_head.set_reshard_after_forward(False)
-    z = sharded(**rows()).logits
-    assert_alone(rank, lambda: is_right(z))
+    with torch.no_grad():
+        before = sharded(**rows())
+        sharded.lm_head.weight.to_local().mul_(2)
+        after = sharded(**rows())
+        assert after.loss != before.loss
+        torch.testing.assert_close(after.logits + 0, 2 * is_right(before.logits))
 
 
 @pytest.mark.slow
@@ -201,7 +221,7 @@ def test_a_look_alone_after_backward(rank):
     late = sharded(**rows())
     late.loss.backward()
     torch.optim.SGD(sharded.parameters(), 0.0).step()
-    assert_alone(rank, lambda: late.logits.argmax(-1), "has changed")
+    assert_alone(rank, lambda: late.logits.argmax(-1), "FSDP2 has sharded the weight")
 
 
 @pytest.mark.slow
