@@ -134,6 +134,7 @@ def head_report(model: nn.Module) -> HeadReport:
         logits_made=sum(p.times for p in places),
         places=places,
         notes=tuple(dict.fromkeys(note for one in counts for note in one.notes)),
+        calls=sum(one.calls for one in counts),
     )
 
 

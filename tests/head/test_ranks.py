@@ -3,6 +3,7 @@
 import functools
 from unittest import mock
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,6 +42,25 @@ def fsdp(rank, units, tied=False, **kwargs):
         fully_shard(sharded.get_submodule(name), **kwargs)
     fully_shard(sharded, **kwargs)
     return two_steps(replace_loss_head(sharded), rank)
+
+
+def fsdp_peft(rank, **settings):
+    """The head, with what PEFT has put around it, as a unit of its own."""
+    from torch.distributed.fsdp import fully_shard
+
+    sharded = peft_llama(**settings)
+    fully_shard(sharded.get_output_embeddings())
+    return two_steps(replace_loss_head(fully_shard(sharded)), rank)
+
+
+def peft_llama(**settings):
+    torch.manual_seed(0)
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=3, **settings))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.3)
+    return model
 
 
 def hsdp(rank):
@@ -99,6 +119,10 @@ def two_steps(wrapped, rank, outside=False):
     return losses, parameters
 
 
+PEFT = {
+    "lora": {"target_modules": ["lm_head"]},
+    "saved": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
 CASES = {
     "ddp": ddp,
     "ddp, unused": functools.partial(ddp, find_unused_parameters=True),
@@ -115,6 +139,10 @@ CASES = {
     "fsdp, unit, resharding": functools.partial(
         fsdp, units=["lm_head"], reshard_after_forward=True
     ),
+    **{
+        f"fsdp, peft, {name}": functools.partial(fsdp_peft, **settings)
+        for name, settings in PEFT.items()
+    },
     "fsdp, tied": functools.partial(fsdp, units=[], tied=True),
 }
 REFUSED = {original: functools.partial(fsdp1, unit=True, original_parameters=original)
@@ -135,7 +163,9 @@ found_of = {
 
 @pytest.mark.parametrize("name", marked([*CASES, "fsdp, copies"], FSDP2_MEAN, "fsdp,"))
 def test_equals_one_process(name):
-    expected = two_steps(llama(tie_word_embeddings="tied" in name), None)
+    settings = PEFT.get(name.removeprefix("fsdp, peft, "))
+    model = peft_llama(**settings) if settings else llama(tie_word_embeddings="tied" in name)
+    expected = two_steps(model, None)
     for losses, parameters in found_of[4 if "copies" in name else 2](name):
         torch.testing.assert_close(losses, expected[0], rtol=STATISTIC, atol=0)
         same = {k: v for k, v in expected[1].items() if k in parameters}
