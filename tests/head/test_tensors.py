@@ -205,7 +205,7 @@ def test_a_write_through_data_before_a_look_is_refused(change, of):
         z, change = z.float(), lambda p: p.data[7].sub_(1)
     change(getattr(model[1], of))
     for look in (lambda: z.argmax(-1), lambda: ce(z, y)):
-        with pytest.raises(RuntimeError, match="fusedce.*has changed"):
+        with pytest.raises(RuntimeError, match=r"fusedce.*has changed"):
             look()
 
 
