@@ -90,12 +90,12 @@ def each_mode(request):
 @pytest.fixture
 def no_logits(monkeypatch):
     """Fail the test if real logits of a replaced head are computed."""
-    from fusedce.head.product import Product
+    from fusedce.head.linear_call import LinearCall
 
     def logits(self, *_):
         raise AssertionError("real logits were computed")
 
-    monkeypatch.setattr(Product, "logits", logits)
+    monkeypatch.setattr(LinearCall, "materialize", logits)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from torch.autograd import forward_ad
 from fusedce.autograd import sums, tokens
 from fusedce.backends import chosen
 from fusedce.backends.choose import get_backend, resolve_backend
-from fusedce.contract.checks import checked, transformed
+from fusedce.contract.checks import transformed
 from fusedce.contract.objective import Stats, fold_class_weight, with_expected_upstream
 from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.contract.results import LossSum
@@ -73,22 +73,6 @@ def _by_tokens(task: Task, *, train: bool) -> bool:
     if problem.label_smoothing:
         return not (train and get_backend(problem.backend).sums_smoothing(problem))
     return not (train or (problem.is_plain_ce() and not any(monitored)))
-
-
-def sum_with_grads(problem: Problem) -> sums.SumWithGrads | None:
-    """The sum with the gradients that are wanted, without graph, for the caller's autograd node.
-
-    ``problem`` is as a public function would get it. ``None`` where the forward pass computes no
-    gradients.
-    """
-    wanted = Outputs.of(problem)
-    if transformed() or not any(wanted):
-        return None
-    task = _prepared(Task(checked(problem)))
-    if _by_tokens(task, train=True):
-        return None
-    problem = task.problem
-    return sums.with_grads(with_expected_upstream(problem), wanted)
 
 
 def token_losses(task: Task) -> Tensor:

@@ -33,7 +33,6 @@ from fusedce.contract.problem import (
     acc_dtype,
     schema_of,
 )
-from fusedce.contract.results import LossSum
 
 Computed = tuple[Any, ...]
 """``loss_sum, n_valid``, argmax or None; with gradients their factor and these, (0,) for none."""
@@ -126,28 +125,6 @@ class Finish(NamedTuple):
         ]
 
 
-class SumWithGrads(NamedTuple):
-    """A sum and its gradients, for a caller that keeps them in an autograd node of its own."""
-
-    out: LossSum
-    saved: tuple[Tensor, ...]  # factor () of the gradients, then these; (0,): not wanted
-    finish: Finish
-    inputs: list[Tensor]  # whose gradients they are, cast and flattened
-
-
-def with_grads(problem: Problem, wanted: Outputs) -> SumWithGrads:
-    """The sum and the wanted gradients of a problem, without graph."""
-    task = Task(problem, wanted)
-    with torch.no_grad():
-        found = compute(task) if in_eager_mode(problem) else torch.ops.fusedce.sum(*task.flat())
-    total, n_valid, _, *saved = found
-    ours, dtype = not _keeps_saved_tensors(), problem.hidden.dtype
-    finish = Finish(wanted, dtype, str(problem.backend), ours)
-    given = problem.hidden, problem.weight, problem.bias
-    inputs = [x for x in given if x is not None and x.requires_grad]
-    return SumWithGrads(LossSum(total, n_valid), tuple(saved), finish, inputs)
-
-
 def compute(task: Task) -> Computed:
     """The sum, and the gradients that are wanted."""
     if torch._C._is_any_autocast_enabled():
@@ -226,8 +203,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     attached = Attached(*inputs)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(attached.factor, attached.d_hidden, attached.d_weight, attached.d_bias)
-    ours, dtype = not _keeps_saved_tensors(), attached.hidden.dtype
-    ctx.finish = Finish(needed_gradients(ctx, Attached), dtype, attached.backend, ours)
+    ctx.wanted, ctx.dtype = needed_gradients(ctx, Attached), attached.hidden.dtype
+    ctx.backend, ctx.ours = attached.backend, not _keeps_saved_tensors()
 
 
 def _backward(ctx: Any, upstream: Tensor | None) -> tuple[Any, ...]:
@@ -235,7 +212,14 @@ def _backward(ctx: Any, upstream: Tensor | None) -> tuple[Any, ...]:
     if upstream is None:
         return tuple(nothing)
     refuse_second_derivatives()
-    hidden, weight, bias = ctx.finish.gradients(ctx.saved_tensors, upstream)
+    factor, *grads = ctx.saved_tensors
+    given: list[Any] = [
+        _scaled(grad, upstream / factor, ctx.backend, ours=ctx.ours).to(ctx.dtype)
+        if wants
+        else None
+        for grad, wants in zip(grads, ctx.wanted.gradients(), strict=True)
+    ]
+    hidden, weight, bias = given
     return tuple(Attached(*nothing)._replace(hidden=hidden, weight=weight, bias=bias))
 
 

@@ -23,6 +23,13 @@ from fusedce.contract.results import LossSum, MonitoredLossSum
 _PACKAGES = tuple(str(Path(m).parent) + os.sep for m in (torch.__file__, __file__))
 
 
+_NOT_RUN = (
+    "the head has not run since it was replaced: was the model compiled before, or does other code "
+    "compute its loss (Liger's or TRL's patches, a product with the weight)?"
+)
+_UNREAD = "the head has run, but nothing has used its logits yet"
+
+
 class Place(NamedTuple):
     """A line of code that needed real logits."""
 
@@ -41,7 +48,8 @@ class HeadReport(NamedTuple):
     losses_fused: int
     logits_made: int
     places: tuple[Place, ...]  # in the order of their first time
-    notes: tuple[str, ...]  # why the original head runs, or in which dtype the loss is computed
+    notes: tuple[str, ...]  # why the original head runs, or its own code makes the logits
+    calls: int = 0  # how often the head has run
 
     def __str__(self) -> str:
         if self.since is None:
@@ -57,6 +65,8 @@ class HeadReport(NamedTuple):
             ),
             *self.notes,
         ]
+        if not (self.losses_fused or self.logits_made or self.notes):
+            lines.append(_UNREAD if self.calls else _NOT_RUN)
         return "\n".join(lines)
 
 
@@ -64,14 +74,15 @@ class HeadCounts:
     """Counts of fused losses and real logits while a head was replaced, with places and notes."""
 
     def __init__(self, since: str | None = None) -> None:
-        self.since, self.losses = since or time.strftime("%Y-%m-%d %H:%M:%S"), 0
+        self.since = since or time.strftime("%Y-%m-%d %H:%M:%S")
+        self.calls = self.losses = 0
         self.places: dict[tuple[str, str], Place] = {}
         self.notes: list[str] = []
 
     def __deepcopy__(self, memo: object) -> HeadCounts:
         return HeadCounts(self.since)
 
-    def made(self, operation: str, shape: tuple[int, ...], size: int) -> None:
+    def count_logits(self, operation: str, shape: tuple[int, ...], size: int) -> None:
         """Count logits of ``size`` bytes that ``operation`` needed."""
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
