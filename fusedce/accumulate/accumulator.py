@@ -261,7 +261,7 @@ class LossAccumulator:
 
     def _streaming(self) -> Window:
         denominator = float(STREAMED * self._tokens.size())
-        return Window(None, denominator, self._weights, self._watch, self._engine)
+        return Window(None, [denominator], self._weights, self._watch, self._engine)
 
     def _factor(self) -> float:
         """Factor of this rank's loss sums without the denominator: ``R * backward_divisor``."""

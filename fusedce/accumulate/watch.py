@@ -157,6 +157,12 @@ class Watch:
         self._sharded = any(hasattr(p, "device_mesh") for p in self._parameters)  # DTensors
         if self._module is not None and is_held_by_fsdp2(self._module):
             self._note(_HELD.format("of micro-batches before this window"))
+        # In each forward FSDP1 zeroes the part of a flat gradient that is a frozen parameter's.
+        self._zeroes_frozen = (
+            self._module is not None
+            and has_fsdp1(self._module)
+            and not all(p.requires_grad for p in self._all())
+        )
         self._in_place = not (self._sharded or self.in_pipeline) and adds_in_place(self._module)
         self._look()
         pairs = zip(self._parameters, self._grads, strict=True)
@@ -284,7 +290,7 @@ class Watch:
         if new is None or old is None or new._base is None or old._base is None:
             return False
         if new._base is old._base:
-            return new._version == self._versions[i]
+            return self._zeroes_frozen or new._version == self._versions[i]
         return old._version == self._versions[i] and torch.equal(new, old)
 
     def _compare(self, backward: int) -> None:

@@ -9,6 +9,7 @@ holds a part of it that cannot be removed.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ class Window:
     def __init__(
         self,
         declared: list[list[int]] | None,  # tokens, [loss][micro-batch]; None: streaming
-        denominator: Pending | float,  # a message with the tokens of all ranks, or a constant
+        denominator: Pending | list[float],  # a message with all ranks' tokens, or constants
         weights: Mapping[str, float],  # of the losses, by name
         watch: Watch,
         engine: Engine,
@@ -52,7 +53,6 @@ class Window:
         self.is_open = True
         self.auxiliary: list[Tensor] = []  # () each, waiting for the next loss
         self._denominator = denominator
-        self._denominators: list[float] = []
         self._weights, self._watch, self._engine = weights, watch, engine
         self._loss_scale: Tensor | None = None  # the scaler's (), as the first backward began
         self._counted: dict[int, Change] = {}  # what the first backward of a number has changed
@@ -62,15 +62,12 @@ class Window:
         self._running: list[tuple[int, Record, Any]] = []  # backwards that have not ended, by id
 
     def denominators(self) -> list[float]:
-        """Tokens of all ranks for each loss, at least 1, or the constant; waits once."""
-        if not self._denominators:
-            sent = self._denominator
-            if isinstance(sent, Pending):
-                tokens = sent.wait()[1 :: len(SUMS)]
-                self._denominators = [max(n, 1) for n in tokens[: len(self._weights)]]
-            else:
-                self._denominators = [sent]
-        return self._denominators
+        """Tokens of all ranks for each loss, at least 1, or the constants; waits once."""
+        found = self._denominator
+        if isinstance(found, Pending):
+            tokens = found.wait()[1 :: len(SUMS)]
+            self._denominator = found = [max(n, 1) for n in tokens[: len(self._weights)]]
+        return found
 
     def was_refused(self) -> bool:
         """Whether the exchange that opened the window holds an error, which every rank raises."""
@@ -299,7 +296,8 @@ class WindowBlock:
 
     def __enter__(self) -> Any:
         self._owner._enter(self._counts)
-        self._expecting = expecting(self._owner._expected)
+        owner = weakref.ref(self._owner)  # graphs keep the function, some engines keep graphs
+        self._expecting = expecting(lambda: None if (acc := owner()) is None else acc._expected())
         self._expecting.__enter__()
         return self._owner
 
