@@ -247,12 +247,12 @@ def test_autocast():
 def test_the_correction_of_streamed_gradients_is_not_rounded(dtype):
     from fusedce.accumulate.gradients import scale_gradients
 
-    factor = torch.tensor(1.00589, dtype=torch.float64, device=current())
+    factor = 1.00589
     tensors = [torch.randn(n, device=current()).to(dtype) for n in (7, 1000, 2**20)]
     for x in tensors:
         x.grad = x.clone()
     scale_gradients(tensors, factor)
     for x in tensors:
         wide = torch.promote_types(dtype, torch.float32)
-        exact = (x.to(wide) * factor.to(wide)).to(dtype)
+        exact = (x.to(wide) * factor).to(dtype)
         torch.testing.assert_close(x.grad, exact, rtol=0, atol=0)

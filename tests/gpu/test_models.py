@@ -53,7 +53,7 @@ def test_micro_batches_are_the_whole_batch(declared):
     fusedce.fused_ce(hidden, weight, labels).mean().backward()
     whole, weight.grad = weight.grad, None
     parts = [slice(0, 5), slice(5, 20), slice(20, None)]
-    acc = fusedce.LossAccumulator()
+    acc = fusedce.LossAccumulator([weight])
     if declared:
         counts = [int((labels[part] != -100).sum()) for part in parts]
         with acc.window(counts):
@@ -62,7 +62,7 @@ def test_micro_batches_are_the_whole_batch(declared):
     else:
         for part in parts:
             acc.backward(fusedce.fused_ce(hidden[part], weight, labels[part]))
-        acc.finish([weight])
+        acc.finish()
     same_model(weight.grad, whole)
     assert acc.metrics()["n_tokens"] == int((labels != -100).sum())
 
