@@ -1,4 +1,4 @@
-"""The command ``fusedce``: check, plan, bench, doctor, audit.
+"""The command ``fusedce``: run, audit, check, plan, bench, doctor.
 
 Each command imports only the modules it needs, so that ``--help`` does not wait for torch. Findings
 go to standard output, as text or with ``--json`` as one JSON value and nothing else; progress and
@@ -36,7 +36,21 @@ Answer = tuple[dict[str, Any], str, int]
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class _Group(click.Group):
+    """Commands, of which some run a script of the user's, whose exceptions are not ours to word."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a command; what a script raised goes on to the interpreter as it is."""
+        from fusedce.tools.script import Raised
+
+        try:
+            return super().main(*args, **kwargs)
+        except Raised as wrapped:
+            error = wrapped.error
+        raise error
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(fusedce.__version__, message="fusedce %(version)s")
 def main() -> None:
     """Commands of fusedce: the loss of a language model without its logits."""
@@ -79,6 +93,35 @@ def _command(function: Command) -> Callable[[Command], click.Command]:
         "--json", "as_json", is_flag=True, help="One JSON value on standard output."
     )
     return main.command(short_help=summary)(json_option(called))
+
+
+# What comes after the script belongs to the script, options included.
+_OF_SCRIPT = {"ignore_unknown_options": False, "allow_interspersed_args": False}
+_module_option = click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as for python.")
+
+
+@main.command(context_settings=_OF_SCRIPT, short_help="Run SCRIPT, unchanged, with fused losses.")
+@click.option("--report", type=click.Path(dir_okay=False), metavar="FILE",
+              help="Write what was and was not touched to FILE, as JSON.")  # fmt: skip
+@_module_option
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(report: str | None, module: bool, script: str, arguments: tuple[str, ...]) -> None:
+    """Run SCRIPT, unchanged, with fused losses.
+
+    Each model of transformers with an output head has it replaced when it is made, and each Trainer,
+    SFTTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer and DistillationTrainer gets its
+    mixin. Nothing else changes: output, tracebacks and exit status are the script's. One line on
+    standard error says at the end what was touched, and what was not and why.
+
+    On several processes: torchrun ... -m fusedce run SCRIPT, or accelerate launch -m fusedce run SCRIPT.
+    """
+    from fusedce.tools import run as tool
+
+    try:
+        tool.run(script, arguments, module=module, report=report)
+    except UserError as mistake:
+        raise click.UsageError(str(mistake)) from None
 
 
 _TORCHS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

@@ -114,6 +114,10 @@ class FusedTrainerMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Make a trainer that is otherwise ready count tokens; ``fusedce run`` calls it alone."""
         check_flag("log_token_stats", self.log_token_stats)
         _refuse_other_settings(self)
         if hasattr(self.args, "loss_type"):
