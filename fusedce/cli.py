@@ -50,7 +50,9 @@ class _Group(click.Group):
         raise error
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
 @click.version_option(fusedce.__version__, message="fusedce %(version)s")
 def main() -> None:
     """Commands of fusedce: the loss of a language model without its logits."""
@@ -97,7 +99,9 @@ def _command(function: Command) -> Callable[[Command], click.Command]:
 
 # What comes after the script belongs to the script, options included.
 _OF_SCRIPT = {"ignore_unknown_options": False, "allow_interspersed_args": False}
-_module_option = click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as for python.")
+_module_option = click.option(
+    "-m", "module", is_flag=True, help="SCRIPT is a module, as for python."
+)
 
 
 @main.command(context_settings=_OF_SCRIPT, short_help="Run SCRIPT, unchanged, with fused losses.")
@@ -109,12 +113,12 @@ _module_option = click.option("-m", "module", is_flag=True, help="SCRIPT is a mo
 def run(report: str | None, module: bool, script: str, arguments: tuple[str, ...]) -> None:
     """Run SCRIPT, unchanged, with fused losses.
 
-    Each model of transformers with an output head has it replaced when it is made, and each Trainer,
+    Each model of transformers with an output head has it replaced when it is made. Each Trainer,
     SFTTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer and DistillationTrainer gets its
     mixin. Nothing else changes: output, tracebacks and exit status are the script's. One line on
     standard error says at the end what was touched, and what was not and why.
 
-    On several processes: torchrun ... -m fusedce run SCRIPT, or accelerate launch -m fusedce run SCRIPT.
+    On several processes: torchrun ... -m fusedce run SCRIPT, or the same with accelerate launch.
     """
     from fusedce.tools import run as tool
 

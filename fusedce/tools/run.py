@@ -119,13 +119,13 @@ class Run:
         """Give every ``Trainer`` its mixin; ``trainer`` is ``transformers.trainer``."""
 
         @functools.cache
-        def fitted(cls: type) -> type | str:
+        def fitted(cls: Any) -> type | str:
             try:
                 return self.fitted(cls)
             except TypeError as why:
                 return str(why)
 
-        def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if issubclass(cls, _mixins()):  # the script's own line
                 return object.__new__(cls)
             found = fitted(cls)
@@ -167,7 +167,7 @@ class Run:
         def _get_num_items_in_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
             """What the mixin finds out about the loss in the first step may be a refusal."""
             try:
-                return super(made, self)._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
+                return mixin._get_num_items_in_batch(self, *args, **kwargs)
             except _REFUSALS as why:
                 leave(self, why)
                 return self._get_num_items_in_batch(*args, **kwargs)
@@ -178,11 +178,10 @@ class Run:
         }  # fmt: skip
         if mixin is fusedce.FusedTrainerMixin:
             body["_get_num_items_in_batch"] = _get_num_items_in_batch
-        made = types.new_class(cls.__name__, (mixin, cls), exec_body=lambda ns: ns.update(body))
-        return made
+        return types.new_class(cls.__name__, (mixin, cls), exec_body=lambda ns: ns.update(body))
 
     def note_policy(self, trainer: Any) -> None:
-        """Count the losses of a policy trainer, whose mixin replaces a forward instead of a head."""
+        """Count the losses of a policy trainer, whose mixin replaces a forward, not a head."""
         for model in (trainer.model, getattr(trainer, "ref_model", None)):
             base = getattr(model, "get_base_model", lambda model=model: model)()
             counts = getattr(getattr(base, "forward", None), "fusedce_counts", None)

@@ -66,7 +66,7 @@ def execute(target: str, arguments: Sequence[str], *, module: bool) -> None:
     sys.modules["__main__"] = main
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
-    exec(code, main.__dict__)
+    exec(code, main.__dict__)  # noqa: S102  the script that the user asked for
 
 
 def leave_as_it_was_raised(error: BaseException) -> None:
@@ -91,9 +91,11 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
     while entries and entries[0].tb_frame.f_globals.get("__name__") == "runpy":
         del entries[0]
     entries = [one for one in entries if one.tb_frame.f_code.co_filename not in OURS]
-    for one, following in zip(entries, [*entries[1:], None], strict=True):
+    following = None
+    for one in reversed(entries):
         one.tb_next = following
-    return entries[0] if entries else None
+        following = one
+    return following
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
