@@ -250,7 +250,7 @@ def _reporting(run: Run, report: str | None) -> Iterator[None]:
     try:
         yield
     finally:
-        if os.environ.get("RANK", "0") == "0":
+        if script.is_first_rank():
             found = run.report()
             if report is not None:
                 Path(report).write_text(json.dumps(found, indent=1) + "\n")

@@ -33,6 +33,11 @@ class Raised(BaseException):
         self.error = error
 
 
+def is_first_rank() -> bool:
+    """Whether this process is the one that writes, of those that a launcher has started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def check(command: str, target: str, *, module: bool) -> None:
     """Check that there is something to run.
 

@@ -266,6 +266,42 @@ def test_a_shape_is_measured():
         assert rows[name]["extra_bytes"] >= 0
 
 
+def test_a_long_command_says_how_far_it_is():
+    """Steps are counted up to their number; estimates fall to the end."""
+    from fusedce.tools import check
+
+    lines = []
+    check.check("llama", dtype="bf16", progress=lines.append)
+    assert [line.split(":")[0] for line in lines] == [f"{i} of 4" for i in (1, 2, 3, 4)]
+    assert "s left" in lines[-1]
+
+
+@pytest.mark.slow
+def test_bench_says_how_far_it_is():
+    from fusedce.tools import bench
+
+    lines = []
+    bench.bench(
+        (64, 16, 500), dtype="fp32", device="cpu", repeats=2, compiled=False, progress=lines.append
+    )
+    counts = [line.split(":")[0] for line in lines]
+    assert counts[-1] == f"{len(lines)} of {len(lines)}"
+    left = [int(line.split("about ")[1].split()[0]) for line in lines if "about" in line]
+    assert len(left) >= 3 + 2
+    assert left == sorted(left, reverse=True)
+
+
+def test_a_missing_package_is_named_before_the_work(monkeypatch):
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda x: None if x == "peft" else found(x))
+    done = call("check", "llama", "--peft")
+    assert done.exit_code == 1
+    assert done.stderr.strip().endswith("peft is missing: pip install 'peft'")
+    assert " of " not in done.stderr
+
+
 # ---- audit ----------------------------------------------------------------------------
 
 

@@ -2,33 +2,15 @@
 
 import ast
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from support import trl_programs
 from support.bounds import SAME_MODEL
 from support.command_line import call
+from support.scripts import TRAINER, TWO, python
 from support.tiny_trainer import CLOSE
 from support.versions import trl_1_16
-
-TESTS = Path(__file__).parents[1]
-TWO = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-
-
-def python(folder, *arguments):
-    """A finished process of Python in ``folder``."""
-    environment = os.environ | {
-        "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_CACHE": str(folder / "cache"),
-    }  # fmt: skip
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=folder, env=environment, capture_output=True,
-        text=True, check=False, timeout=300,
-    )  # fmt: skip
 
 
 def fused(folder, *arguments, ranks=1):
@@ -88,11 +70,12 @@ def test_a_module_is_run_as_by_python(tmp_path):
     assert (ours.returncode, ours.stdout) == (0, stock.stdout)
 
 
-def test_a_script_may_set_variables_before_it_imports_torch(tmp_path):
+@pytest.mark.parametrize("command", ["run", "audit"])
+def test_a_script_may_set_variables_before_it_imports_torch(command, tmp_path):
     (tmp_path / "train.py").write_text(
         "import sys; print({'torch', 'transformers'} & sys.modules.keys())"
     )
-    assert python(tmp_path, "-m", "fusedce", "run", "train.py").stdout == "set()\n"
+    assert python(tmp_path, "-m", "fusedce", command, "train.py").stdout == "set()\n"
 
 
 @pytest.mark.parametrize(
@@ -113,43 +96,6 @@ def test_a_wrong_call_of_run(arguments, words):
 
 
 # ---- Trainer -----------------------------------------------------------------------------------
-
-TRAINER = """
-import json, sys
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-
-def main(accumulate, rows):
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=61, n_embd=16, n_layer=1, n_head=2, n_positions=64, resid_pdrop=0, embd_pdrop=0,
-        attn_pdrop=0, bos_token_id=1, eos_token_id=2,
-    )
-    model = GPT2LMHeadModel(config)
-    args = TrainingArguments(
-        "out", per_device_train_batch_size=1, gradient_accumulation_steps=accumulate, max_steps=4,
-        logging_steps=1, save_steps=1, eval_strategy="steps", eval_steps=2, report_to=[],
-        use_cpu=True, disable_tqdm=True, learning_rate=1e-2, per_device_eval_batch_size=1,
-    )
-    trainer = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows)
-    trainer.train()
-    logged = trainer.state.log_history
-    torch.manual_seed(0)
-    again = Trainer(
-        model=GPT2LMHeadModel(config), args=args, train_dataset=rows, eval_dataset=rows,
-    )
-    again.train(resume_from_checkpoint="out/checkpoint-2")
-    if trainer.is_world_process_zero():
-        print(json.dumps([logged, again.state.log_history]))
-
-rng = torch.Generator().manual_seed(1)
-rows = []
-for n in (4, 30, 9, 60, 5, 22, 3, 48):
-    ids = torch.randint(3, 61, (n,), generator=rng)
-    rows.append({"input_ids": ids, "labels": ids})
-if __name__ == "__main__":
-    main(int(sys.argv[1]), rows)
-"""
 
 
 def losses(log, key="loss"):
