@@ -113,6 +113,7 @@ class FusedTrainerMixin:
             )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_behind(self, FusedTrainerMixin, "Trainer")
         super().__init__(*args, **kwargs)
         self._set_up()
 
@@ -317,6 +318,17 @@ class FusedTrainerMixin:
         """The sum over ranks of a count of whole batches; ranks that share a batch count once."""
         total = self.accelerator.reduce(count.to(self.args.device), reduction="sum")
         return total // self._parallel_size("tp", "cp", "sp")
+
+
+def check_behind(trainer: object, mixin: type, name: str) -> None:
+    """Raise ``TypeError`` if there is no trainer behind a mixin."""
+    order = type(trainer).__mro__
+    if order[order.index(mixin) + 1 :] == (object,):
+        kind = "MyTrainer" if type(trainer) is mixin else type(trainer).__name__
+        raise TypeError(
+            f"{mixin.__name__} is no trainer by itself: write "
+            f"class {kind}({mixin.__name__}, {name})"
+        )
 
 
 class TokenStats:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fusedce.head.observe import HeadCounts
 from fusedce.loss.kl import fused_kl
 from fusedce.loss.logprobs import fused_logprobs
+from fusedce.trainer import check_behind
 
 _LOGPROB_FUNCTION = "_ChunkedLogProbFunction"  # in trl.trainer.utils
 _CALLER = "add_fused_lm_head"  # in the same module: makes a model's forward call it
@@ -51,6 +52,7 @@ class FusedPolicyMixin:
         def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_behind(self, FusedPolicyMixin, "DPOTrainer")
         behind = [kind for kind in type(self).__mro__ if kind.__module__.startswith("trl.")]
         if behind and not any(kind.__name__ in POLICY_TRAINERS for kind in behind):
             raise TypeError(
@@ -147,6 +149,7 @@ class FusedDistillationMixin:
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_behind(self, FusedDistillationMixin, "DistillationTrainer")
         super().__init__(*args, **kwargs)
         self._set_up()
 

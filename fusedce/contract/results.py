@@ -96,6 +96,16 @@ class LossSum(NamedTuple):
         loss = scale(self.loss_sum).reshape(()).to(self.loss_sum.dtype)
         return MonitoredLossSum.of(ScaledLossSum(loss, self.n_valid), monitors)
 
+    def __repr__(self) -> str:
+        """The fields, and how to get a loss."""
+        fields = f"loss_sum={self.loss_sum!r}, n_valid={self.n_valid!r}"
+        return f"{type(self).__name__}({fields}; .mean() is the loss per token)"
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise TypeError(f"a LossSum cannot be formatted by {spec!r}. {_REMEDY}")
+        return repr(self)
+
     def __getattr__(self, name: str) -> Any:
         if name in _OF_A_LOSS:
             raise AttributeError(f"a LossSum has no {name}. {_REMEDY}")
@@ -130,6 +140,19 @@ _REMEDY = (
 # A sum must be divided before it is differentiated or compared.
 for _name in ("backward", "item", "__float__", "__lt__", "__le__", "__gt__", "__ge__"):
     setattr(LossSum, _name, LossSum._refuse)
+_new = LossSum.__new__
+
+
+def _with_both_fields(kind: Any, loss_sum: Any, *n_valid: Any, **named: Any) -> Any:
+    if not n_valid and not named:
+        raise TypeError(
+            f"a LossSum has two fields, got one argument, {type(loss_sum).__name__}. A GradScaler "
+            f"takes a loss: scaler.scale(acc.scale(out)), or scaler.scale(out.mean())"
+        )
+    return _new(kind, loss_sum, *n_valid, **named)
+
+
+LossSum.__new__ = _with_both_fields  # type: ignore[method-assign, assignment]
 LossSum.__array_ufunc__ = None  # type: ignore[attr-defined]  # numpy's numbers leave 2 * out to us
 
 

@@ -22,6 +22,27 @@ def inputs(*leading):
 MISTAKES = {
     "weight first": (lambda f, h, w, y: f(w, h, y), "hidden and weight look swapped"),
     "logits": (lambda f, h, w, y: f(h @ w.T, w, y), r"hidden looks like logits .*weight.T"),
+    "class weights first": (
+        lambda f, h, w, y: f(h, w[:, 0], y),
+        r"got \(13,\)\. It is the head's; weights of classes are class_weight=",
+    ),
+    "the order of F.cross_entropy": (
+        lambda f, h, w, y: f(h, y, w[:, 0]),
+        "weight looks like labels: the order is hidden, weight, labels",
+    ),
+    "labels, then the weight": (lambda f, h, w, y: f(h, y, w), "weight looks like labels"),
+    "logits and labels": (
+        lambda f, h, w, y: f(h @ w.T, y),
+        r"not labels was given. It takes no logits: .*\(hidden, head.weight, labels\)",
+    ),
+    "logits and labels by name": (
+        lambda f, h, w, y: f(h @ w.T, labels=y),
+        "not weight was given. It takes no logits",
+    ),
+    "weight twice": (
+        lambda f, h, w, y: f(h, w, y, weight=w[:, 0]),
+        r"takes the head's weight \(V, H\) .*Weights of classes are class_weight=",
+    ),
     "a module": (
         lambda f, h, w, y: f(h, torch.nn.Linear(H, V), y),
         r"weight must be a tensor, got Linear: pass head\.weight",
@@ -99,6 +120,30 @@ def test_labels_that_are_probabilities_are_another_functions(function):
     hidden, weight, _ = inputs(4)
     with pytest.raises(TypeError, match=r"probabilities are labels of fused_cross_entropy"):
         function(hidden, weight, torch.rand(4, V))
+
+
+@pytest.mark.parametrize("function", [fused_ce, fused_cross_entropy])
+def test_one_hot_labels_are_named(function):
+    hidden, weight, labels = inputs(2, 5)
+    one_hot = torch.nn.functional.one_hot(labels, V)
+    with pytest.raises(ValueError, match=r"labels look one-hot: pass labels\.argmax\(-1\)"):
+        function(hidden, weight, one_hot)
+
+
+def test_a_sum_is_not_formatted_as_a_number():
+    out = fused_ce(*inputs(2, 5))
+    with pytest.raises(TypeError, match=r"cannot be formatted by '\.3f'.*Use \.mean\(\)"):
+        f"{out:.3f}"
+    for text in (f"{out}", str(out), repr(2 * out)):
+        assert "n_valid=tensor(10); .mean() is the loss per token" in text
+
+
+def test_a_grad_scaler_gets_a_loss_and_no_sum():
+    out = fused_ce(*inputs(2, 5))
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(TypeError, match=r"a LossSum has two fields.*scaler\.scale\(acc\.scale"):
+        scaler.scale(out)
+    assert scaler.scale(out.mean()).item() == pytest.approx(out.mean().item() * 2**16)
 
 
 @pytest.mark.parametrize("name", ["loss", "detach", "cpu", "requires_grad"])

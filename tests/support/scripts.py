@@ -1,7 +1,6 @@
 """Scripts that are run in processes of their own, as users run them."""
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +28,7 @@ def python(folder, *arguments):
             out, err = process.communicate(timeout=120)
             break
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.terminate()  # a launcher ends the ranks that it has started
             process.wait()
             if last:
                 raise
