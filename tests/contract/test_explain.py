@@ -176,3 +176,10 @@ def test_no_label_is_ignored(backend, dtype):
         labels[2] = bad
         with pytest.raises(ValueError, match=r"0 <= label < V=13: got -\d+ at flattened position"):
             fused_ce(hidden, weight, labels, ignore_index=None, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_argmax_out_that_shares_its_memory_is_named(backend):
+    shared = torch.zeros(1, 5, dtype=torch.int64).expand(2, 5)
+    with pytest.raises(ValueError, match="argmax_out must have memory of its own"):
+        fused_ce(*inputs(2, 5), argmax_out=shared, backend=backend)
