@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import importlib.util
 import itertools
 import json
@@ -104,7 +103,7 @@ naive = demo.mean_of_means
 
 def fused() -> Callable:
     """A way to train through one accumulator, which is kept for the whole run."""
-    return functools.partial(demo.one_denominator, LossAccumulator())
+    return demo.one_denominator
 
 
 def train(
@@ -298,7 +297,7 @@ MICRO_BATCHES, ROWS, TOKENS, VOCABULARY = 4, 2, 128, 16384
 
 def loops(model: Any, micro: list[torch.Tensor]) -> dict[str, Callable[[], None]]:
     """The three loops over the same micro-batches: without an accumulator, declared, streaming."""
-    acc = LossAccumulator()
+    acc = LossAccumulator(model)
     n = torch.tensor(ROWS * (TOKENS - 1))
 
     def each(backward: Callable[[Any], None]) -> None:
@@ -316,7 +315,7 @@ def loops(model: Any, micro: list[torch.Tensor]) -> dict[str, Callable[[], None]
 
     def streaming() -> None:
         each(lambda loss: acc.backward((loss * n, n)))
-        acc.finish(model.parameters())
+        acc.finish()
 
     return {"none": none, "declared": declared, "streaming": streaming}
 

@@ -44,15 +44,14 @@ def prepare(accelerator: Accelerator) -> tuple[Any, Any, Any]:
 def streaming(accelerator: Accelerator, epochs: int = 2) -> list[dict[str, float]]:
     """accelerate decides when a window ends, also at the end of an epoch (not with DeepSpeed)."""
     model, optimizer, loader = prepare(accelerator)
-    acc = fusedce.LossAccumulator.from_accelerator(accelerator)
-    acc.guard(optimizer, model)
+    acc = fusedce.LossAccumulator.from_accelerator(accelerator, model)
     history = []
     for _ in range(epochs):
         for batch in loader:
             with accelerator.accumulate(model):
                 acc.backward(fusedce.model_loss(model, batch))
                 if accelerator.sync_gradients:
-                    acc.finish(model.parameters())
+                    acc.finish()
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -65,8 +64,7 @@ def declared(accelerator: Accelerator, epochs: int = 2) -> list[dict[str, float]
     """Counts are declared first, without `accumulate`: the loader is exhausted once the last window
     has been drawn, and `accumulate` would then end the step at each micro-batch of that window."""
     model, optimizer, loader = prepare(accelerator)
-    acc = fusedce.LossAccumulator.from_accelerator(accelerator)
-    acc.guard(optimizer, model)
+    acc = fusedce.LossAccumulator.from_accelerator(accelerator, model)
     history = []
     for _ in range(epochs):
         stream = iter(loader)

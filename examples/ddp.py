@@ -37,8 +37,7 @@ def train(epochs: int = 2) -> list[dict[str, float]]:
     torch.manual_seed(0)
     model = DistributedDataParallel(fusedce.replace_loss_head(LlamaForCausalLM(CONFIG)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    acc = fusedce.LossAccumulator()  # over all ranks; DDP averages gradients, the default
-    acc.guard(optimizer, model)
+    acc = fusedce.LossAccumulator(model)  # over all ranks; DDP averages gradients, the default
     mine, accumulation = batches()[rank::world], ACCUMULATION // world
     history = []
     for _ in range(epochs):

@@ -33,7 +33,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -213,16 +212,14 @@ def mean_of_means(model: nn.Module, micro: MicroBatches) -> tuple[float, Losses]
     return statistics.fmean(out.mean().item() for out in outs), outs
 
 
-def one_denominator(
-    accumulator: LossAccumulator, model: nn.Module, micro: MicroBatches
-) -> tuple[float, Losses]:
+def one_denominator(model: nn.Module, micro: MicroBatches) -> tuple[float, Losses]:
     """C: the micro-batches through a :class:`LossAccumulator`."""
-    outs = []
+    accumulator, outs = LossAccumulator(model), []
     with accumulator.window([count_valid(labels) for _, labels in micro]):
         for input_ids, labels in micro:
             outs.append(loss_of(model, input_ids, labels))
             accumulator.backward(outs[-1])
-    return accumulator.metrics(reset=True)["loss"], outs
+    return accumulator.metrics()["loss"], outs
 
 
 def train_all(model: nn.Module, batches: list[Batch]) -> Runs:
@@ -230,7 +227,7 @@ def train_all(model: nn.Module, batches: list[Batch]) -> Runs:
     train_steps: dict[str, tuple[int, TrainStep]] = {
         FULL: (len(batches[0]), mean_of_means),
         NAIVE: (1, mean_of_means),
-        WINDOW: (1, partial(one_denominator, LossAccumulator())),
+        WINDOW: (1, one_denominator),
     }
     start = {name: value.clone() for name, value in model.state_dict().items()}
     runs: Runs = {}

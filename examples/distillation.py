@@ -58,8 +58,7 @@ def train(epochs: int = 3, *, stored: bool = True) -> list[float]:
     student = LlamaForCausalLM(CONFIG)
     weight = student.lm_head.weight
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
-    acc, history = fusedce.LossAccumulator(), []
-    acc.guard(optimizer, student)
+    acc, history = fusedce.LossAccumulator(student), []
     for _ in range(epochs):
         for batch, (classes, teaching) in zip(data, answers, strict=True):
             hidden = student.model(batch["input_ids"]).last_hidden_state
@@ -71,7 +70,7 @@ def train(epochs: int = 3, *, stored: bool = True) -> list[float]:
                 labels = fusedce.shift_labels(batch["labels"])
                 loss = fusedce.fused_kl(hidden, weight, there, teacher.lm_head.weight, labels)
             acc.backward(loss)
-            acc.finish(student.parameters())
+            acc.finish()
             optimizer.step()
             optimizer.zero_grad()
         history.append(acc.metrics(reset=True)["loss"])

@@ -48,8 +48,7 @@ def train(steps: int = 10) -> list[float]:
     policy = LlamaForCausalLM(CONFIG)
     reference = copy.deepcopy(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3)
-    acc = fusedce.LossAccumulator()
-    acc.guard(optimizer, policy)
+    acc = fusedce.LossAccumulator(policy)
     history = []
     for _ in range(steps):
         for batch in pairs().split(MICRO_BATCHES):
@@ -57,7 +56,7 @@ def train(steps: int = 10) -> list[float]:
             with torch.no_grad():
                 before = answer_logprob(reference, tokens)
             acc.backward(dpo_loss(answer_logprob(policy, tokens), before, beta=BETA))
-        acc.finish(policy.parameters())
+        acc.finish()
         optimizer.step()
         optimizer.zero_grad()
         history.append(acc.metrics(reset=True)["loss"])

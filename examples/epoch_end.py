@@ -31,8 +31,7 @@ def train(epochs: int = 3, *, carry_over: bool = False) -> list[dict[str, float]
     torch.manual_seed(0)
     model = fusedce.replace_loss_head(LlamaForCausalLM(CONFIG))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    acc = fusedce.LossAccumulator()
-    acc.guard(optimizer, model)
+    acc = fusedce.LossAccumulator(model)
     data = batches()  # 10 micro-batches: windows of 4, 4 and 2
     history, waiting = [], 0
     for epoch in range(epochs):
@@ -41,7 +40,7 @@ def train(epochs: int = 3, *, carry_over: bool = False) -> list[dict[str, float]
             waiting += 1
             end = i == len(data) - 1 and not (carry_over and epoch < epochs - 1)
             if waiting == ACCUMULATION or end:
-                acc.finish(model.parameters())
+                acc.finish()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()

@@ -38,8 +38,7 @@ def train(epochs: int = 2) -> list[dict[str, float]]:
     fully_shard(model)  # the head is whole inside forward, where the loss is computed
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     # FSDP2 averages. After model.set_gradient_divide_factor(1.0) it adds: grad_reduction="sum".
-    acc = fusedce.LossAccumulator()
-    acc.guard(optimizer, model)
+    acc = fusedce.LossAccumulator(model)
     mine, accumulation = batches()[rank::world], ACCUMULATION // world
     history = []
     for _ in range(epochs):
@@ -48,7 +47,7 @@ def train(epochs: int = 2) -> list[dict[str, float]]:
             for i, batch in enumerate(window):
                 model.set_requires_gradient_sync(i == len(window) - 1)
                 acc.backward(fusedce.model_loss(model, batch))
-            acc.finish(model.parameters())  # before clipping
+            acc.finish()  # before clipping
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

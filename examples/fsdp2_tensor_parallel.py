@@ -41,8 +41,7 @@ def train(dp: int = 2, tp: int = 2) -> list[dict[str, float]]:
     fully_shard(model.model.layers[0], mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    acc = fusedce.LossAccumulator.from_mesh(mesh, ["dp"])
-    acc.guard(optimizer, model)
+    acc = fusedce.LossAccumulator.from_mesh(mesh, ["dp"], model)
     mine = batches(8)[mesh.get_local_rank("dp") :: dp]
     history = []
     for begin in range(0, len(mine), 4 // dp):
@@ -50,7 +49,7 @@ def train(dp: int = 2, tp: int = 2) -> list[dict[str, float]]:
         for i, batch in enumerate(window):
             model.set_requires_gradient_sync(i == len(window) - 1)
             acc.backward(fusedce.model_loss(model, batch))
-        acc.finish(model.parameters())
+        acc.finish()
         optimizer.step()
         optimizer.zero_grad()
         history.append(acc.metrics(reset=True))

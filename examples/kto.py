@@ -45,8 +45,7 @@ def train(steps: int = 10) -> list[tuple[float, float]]:
     policy = LlamaForCausalLM(CONFIG)
     reference = copy.deepcopy(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3)
-    acc = fusedce.LossAccumulator()
-    acc.guard(optimizer, policy)
+    acc = fusedce.LossAccumulator(policy)
     tokens = answers()
     desirable = torch.arange(len(tokens)) % 2 == 0
     history = []
@@ -63,7 +62,7 @@ def train(steps: int = 10) -> list[tuple[float, float]]:
             acc.backward(kto_loss(after, before, good, gap.mean(), beta=BETA))
             reward = BETA * (after.detach() - before)
             rewards.append(reward[good].mean() - reward[~good].mean())
-        acc.finish(policy.parameters())
+        acc.finish()
         optimizer.step()
         optimizer.zero_grad()
         history.append((acc.metrics(reset=True)["loss"], torch.stack(rewards).mean().item()))

@@ -38,17 +38,16 @@ class Module(lightning.LightningModule):
         self.accumulation = accumulation
         torch.manual_seed(0)  # in place of a model that from_pretrained loads
         self.model = fusedce.replace_loss_head(LlamaForCausalLM(CONFIG))
-        self.acc = fusedce.LossAccumulator()
         self.history: list[dict[str, float]] = []
 
     def on_train_start(self) -> None:
-        self.acc.guard(self.optimizers(), self.trainer.model)  # DDP around this module
+        self.acc = fusedce.LossAccumulator(self.trainer.model)  # DDP around this module
 
     def training_step(self, batch: Batch, index: int) -> None:
         self.manual_backward(self.acc.scale(fusedce.model_loss(self.model, batch)))
         if (index + 1) % self.accumulation and not self.trainer.is_last_batch:
             return
-        self.acc.finish(self.parameters())
+        self.acc.finish()
         optimizer: Any = self.optimizers()
         self.clip_gradients(optimizer, gradient_clip_val=1.0)
         optimizer.step()

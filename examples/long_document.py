@@ -23,7 +23,7 @@ CONFIG = LlamaConfig(
 @torch.no_grad()
 def perplexity(model: LlamaForCausalLM, document: Tensor, *, stride: int) -> dict[str, float]:
     """``document (T,)``; each window sees at least ``CONTEXT - stride`` tokens of context."""
-    evaluation = fusedce.LossAccumulator()
+    evaluation = fusedce.LossMeter()
     scored = 1  # the first token is predicted from nothing
     for begin in range(0, max(len(document) - CONTEXT, 0) + stride, stride):
         window = document[begin : begin + CONTEXT]
@@ -31,10 +31,10 @@ def perplexity(model: LlamaForCausalLM, document: Tensor, *, stride: int) -> dic
         labels[: scored - begin] = -100  # scored in an earlier window
         scored = begin + len(window)
         batch = {"input_ids": window[None], "labels": labels[None]}
-        evaluation.add(fusedce.model_loss(model, batch))
+        evaluation.update(fusedce.model_loss(model, batch))
         if scored == len(document):
             break
-    return evaluation.metrics()
+    return evaluation.compute()
 
 
 def main() -> None:

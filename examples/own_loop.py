@@ -32,8 +32,7 @@ def train(accelerator: Accelerator, steps: int = 3) -> list[dict[str, float]]:
     model = fusedce.replace_loss_head(LlamaForCausalLM(CONFIG))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
-    acc = fusedce.LossAccumulator.from_accelerator(accelerator)
-    acc.guard(optimizer, model)
+    acc = fusedce.LossAccumulator.from_accelerator(accelerator, model)
     history = []
     for step in range(steps):
         *others, last = micro_batches(step, accelerator.process_index)
@@ -41,7 +40,7 @@ def train(accelerator: Accelerator, steps: int = 3) -> list[dict[str, float]]:
             with accelerator.no_sync(model):
                 acc.backward(fusedce.model_loss(model, batch))
         acc.backward(fusedce.model_loss(model, last))
-        acc.finish(model.parameters())
+        acc.finish()
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

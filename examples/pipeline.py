@@ -58,8 +58,6 @@ def train(
     stages = (First, Last)
     model = stages[rank]()
     mesh = init_device_mesh("cpu", (len(stages),), mesh_dim_names=("pp",))
-    # With data parallelism around the pipeline: from_mesh(mesh, "dp", pipeline_dim="pp").
-    acc = fusedce.LossAccumulator.from_mesh(mesh, [], pipeline_dim="pp")
 
     def loss_fn(hidden: Tensor, labels: Tensor) -> Tensor:
         weight = model.get_submodule("lm_head").weight
@@ -71,13 +69,15 @@ def train(
         loss_fn=loss_fn,
         scale_grads=False,
     )
+    # With data parallelism around the pipeline: from_mesh(mesh, "dp", ...).
+    acc = fusedce.LossAccumulator.from_mesh(mesh, [], model, pipeline_dim="pp", schedule=pipeline)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     history = []
     for _ in range(epochs):
         for batch in steps():
             if streaming:
                 step(pipeline, batch)
-                acc.finish(model.parameters())
+                acc.finish()
             else:
                 labels = batch["labels"].chunk(MICRO_BATCHES)
                 # Only the last stage has losses, so only its counts matter.

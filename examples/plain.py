@@ -34,8 +34,7 @@ def train(epochs: int = 2, writer: Any = None) -> list[dict[str, float]]:
     torch.manual_seed(0)
     model = fusedce.replace_loss_head(LlamaForCausalLM(CONFIG))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    acc, evaluation = fusedce.LossAccumulator(), fusedce.LossAccumulator()
-    acc.guard(optimizer, model)
+    acc, evaluation = fusedce.LossAccumulator(model), fusedce.LossMeter()
     *train_set, held_out = batches(11)
     history: list[dict[str, float]] = []
     for _ in range(epochs):
@@ -47,11 +46,12 @@ def train(epochs: int = 2, writer: Any = None) -> list[dict[str, float]]:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            history.append(acc.metrics(reset=True))  # the only wait for the device
+            history.append(acc.metrics(reset=True))
 
             with torch.no_grad():  # the batch size of evaluation does not matter
-                evaluation.add(fusedce.model_loss(model, held_out))
-            held = evaluation.metrics(reset=True)
+                evaluation.update(fusedce.model_loss(model, held_out))
+            held = evaluation.compute()
+            evaluation.reset()
             if writer is not None:
                 for name, value in history[-1].items():
                     writer.add_scalar(f"train/{name}", value, len(history))

@@ -39,8 +39,7 @@ def train(steps: int = 15) -> tuple[list[float], list[dict[str, float]]]:
     torch.manual_seed(0)
     model, rng = LlamaForCausalLM(CONFIG), torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    acc = fusedce.LossAccumulator()
-    acc.guard(optimizer, model)
+    acc = fusedce.LossAccumulator(model)
     rewards, history = [], []
     for _ in range(steps):
         batches = []

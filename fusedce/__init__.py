@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fusedce import trainer as trainer
     from fusedce import trainer_rl as trainer_rl
     from fusedce.accumulate.accumulator import LossAccumulator as LossAccumulator
+    from fusedce.accumulate.meter import LossMeter as LossMeter
     from fusedce.auditing import audit as audit
     from fusedce.contract.labels import count_valid as count_valid
     from fusedce.contract.labels import shift_labels as shift_labels
@@ -53,6 +54,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "accumulate.accumulator": ("LossAccumulator",),
+    "accumulate.meter": ("LossMeter",),
     "auditing": ("audit",),
     "contract.labels": ("count_valid", "shift_labels"),
     "contract.results": ("LossSum", "TokenStats", "TopK"),

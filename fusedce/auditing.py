@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.autograd.variable import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fusedce.accumulate.gradients import LISTENERS, held_by_fsdp2, norms_of
+from fusedce.accumulate.engines import current_backward, is_held_by_fsdp2, when_backward_ends
+from fusedce.accumulate.gradients import LISTENERS, norms_of
 from fusedce.contract.results import LossSum
 
 logger = logging.getLogger(__name__)
@@ -180,15 +180,11 @@ class Audit:
     def _add(self, micro: MicroBatch) -> None:
         """Add a micro-batch whose backward runs now to the open step."""
         micro.weight /= self._loss_scale()
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward()
         if backward != self._backward:
             self._backward = backward
             self._count_lost()
-            queue = Variable._execution_engine.queue_callback
-            # Callbacks run in the order in which they were queued. DDP and FSDP queue theirs, which
-            # complete the gradients, later in this backward; a callback that is queued at the end
-            # of backward runs after them.
-            queue(lambda: queue(self._note_size))
+            when_backward_ends(self._note_size)
         self._now.micro.append(micro)
 
     def _size(self) -> float:
@@ -201,7 +197,7 @@ class Audit:
 
     def _count_lost(self) -> None:
         """Count the micro-batches whose gradients have been in ``.grad`` and are not any more."""
-        if self._after_backward and not self._size() and not held_by_fsdp2(self._model):
+        if self._after_backward and not self._size() and not is_held_by_fsdp2(self._model):
             self._now.lost = len(self._now.micro)
             self._now.overflowed |= not math.isfinite(self._after_backward)
 

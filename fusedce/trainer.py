@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusedce.accumulate.accumulator import LossAccumulator
+from fusedce.accumulate.engines import AccelerateEngine, token_ranks_of
+from fusedce.accumulate.meter import LossMeter
 from fusedce.contract.checks import check_flag
 from fusedce.head.observe import LossObserver
 from fusedce.head.replace import replace_loss_head
@@ -128,18 +129,21 @@ class FusedTrainerMixin:
             )
         replace_loss_head(self.model, memory_budget=self.memory_budget)
         self.model_accepts_loss_kwargs = False  # the model's loss is always a mean
-        self._eval_totals: LossAccumulator | None = None
+        self._eval_totals: LossMeter | None = None
         self._begin_run()
 
     # ---- training ---------------------------------------------------------------------------
 
     def _begin_run(self) -> None:
         """Start the totals and statistics of a training run."""
-        self._train_totals = LossAccumulator.from_accelerator(self.accelerator)
+        self._train_totals = self._new_meter()
         self._declared: Tensor | int = 0
         self._run_sum, self._run_count = 0.0, 0
         self._train_stats = self._stats = self._new_stats()
         self._shift: int | None = None  # a `model_init` makes another model for each run
+
+    def _new_meter(self) -> LossMeter:
+        return LossMeter(process_group=token_ranks_of(self.accelerator))
 
     def _new_stats(self) -> TokenStats | None:
         """Empty statistics; ``None`` if the trainer logs none."""
@@ -186,7 +190,7 @@ class FusedTrainerMixin:
         self._has_evaluated = self._eval_totals is not None
         if self._eval_totals is not None or denominator is not None:
             for loss_sum, n_valid, _ in observer.losses:
-                totals.add((loss_sum, n_valid))
+                totals.update((loss_sum, n_valid))
             if self._stats is not None:
                 self._stats.add(observer, inputs, outputs)
         if denominator is not None and not observer.losses:
@@ -203,7 +207,8 @@ class FusedTrainerMixin:
         of_interval = "loss" in logs and "learning_rate" in logs  # Trainer's own, not a callback's
         of_run = "train_loss" in logs and "total_flos" in logs
         if of_interval or of_run:
-            metrics = self._train_totals.metrics(reset=True)
+            metrics = self._train_totals.compute()
+            self._train_totals.reset()
             n_tokens = int(metrics["n_tokens"])
             if n_tokens:
                 self._run_sum += metrics["loss"] * n_tokens
@@ -247,7 +252,7 @@ class FusedTrainerMixin:
         with self._evaluating() as totals:
             kwargs["metric_key_prefix"] = metric_key_prefix
             output = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
-            metrics = totals.metrics()
+            metrics = totals.compute()
             stats = {} if self._stats is None else self._stats.logged(f"{metric_key_prefix}_")
         if (name := f"{metric_key_prefix}_loss") in output.metrics and self._has_evaluated:
             output.metrics[name] = metrics["loss"]
@@ -255,9 +260,9 @@ class FusedTrainerMixin:
         return output
 
     @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[LossAccumulator]:
+    def _evaluating(self) -> Iterator[LossMeter]:
         """Count losses for evaluation, in totals of their own."""
-        self._eval_totals = totals = LossAccumulator.from_accelerator(self.accelerator)
+        self._eval_totals = totals = self._new_meter()
         self._stats, self._has_evaluated = self._new_stats(), False
         try:
             yield totals
@@ -270,7 +275,7 @@ class FusedTrainerMixin:
             with self._evaluating():
                 return FusedTrainerMixin.prediction_step(self, model, inputs, *args, **kwargs)
         if "labels" in inputs or "shift_labels" in inputs:
-            inputs = dict(self._eval_totals.without_repeats(inputs))
+            inputs = dict(AccelerateEngine(self.accelerator).without_repeats(inputs))
         return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
     # ---- the model's shift, the ranks -------------------------------------------------------

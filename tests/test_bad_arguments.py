@@ -16,15 +16,16 @@ from support.tiny_trainer import FusedTrainer, llama
 from transformers import TrainingArguments
 
 import fusedce
-from fusedce import LossAccumulator
+from fusedce import LossAccumulator, LossMeter
 
 POSITIVE = {"three", "2.5", "1e300", "2**70"}
 NUMBER = {*POSITIVE, "zero", "minus one"}
 STATE = LossAccumulator().state_dict()
 LABELS = torch.tensor([[1, 2, 3, 4, 5, 6]])
-TAKE_LOSSES = ("scale", "backward", "add")
+TAKE_LOSSES = {
+    "scale": LossAccumulator, "backward": LossAccumulator, "update": LossMeter
+}  # fmt: skip
 TINY = llama()
-OPTIMIZER = torch.optim.SGD([new_weight()], lr=0.1)
 
 
 def entered(**given):
@@ -50,17 +51,17 @@ def trainer(**settings):
         type("Fused", (FusedTrainer,), settings)(model=TINY, args=arguments)
 
 
-def method(name):
-    return lambda value: getattr(LossAccumulator(), name)(value)
+def method(name, kind=LossAccumulator):
+    return lambda value: getattr(kind(), name)(value)
 
 
-def of_a_sum(name):
-    return lambda value: getattr(LossAccumulator(), name)((value, torch.tensor(2)))
+def of_a_sum(name, kind):
+    return lambda value: getattr(kind(), name)((value, torch.tensor(2)))
 
 
-def of_a_count(name):
+def of_a_count(name, kind):
     one = torch.ones((), requires_grad=True)
-    return lambda value: getattr(LossAccumulator(), name)((one, value))
+    return lambda value: getattr(kind(), name)((one, value))
 
 
 def made(name):
@@ -73,6 +74,16 @@ def labelled(function, name):
 
 # name: (call, the word that names the argument, kinds of values that it takes)
 ROWS = {
+    "LossAccumulator(model)": (LossAccumulator, "model", {"None", "module"}),
+    "LossAccumulator(losses)": (made("losses"), "losses", {"None"}),
+    "LossAccumulator(watch)": (made("watch"), "watch", {"true"}),
+    "LossAccumulator(name)": (made("name"), "name", {"None", "text"}),
+    "LossAccumulator(grad_scaler)": (made("grad_scaler"), "grad_scaler", {"None"}),
+    "LossMeter(process_group)": (
+        lambda x: LossMeter(process_group=x), "process_group", {"None"},
+    ),
+    "LossMeter.load_state_dict": (method("load_state_dict", LossMeter), "state", set()),
+    "from_deepspeed": (LossAccumulator.from_deepspeed, "engine", set()),
     "LossAccumulator(process_group)": (made("process_group"), "process_group", {"None"}),
     "LossAccumulator(grad_reduction)": (made("grad_reduction"), "grad_reduction", set()),
     "LossAccumulator(backward_divisor)": (made("backward_divisor"), "backward_divisor", POSITIVE),
@@ -81,17 +92,14 @@ ROWS = {
     "from_accelerator": (LossAccumulator.from_accelerator, "accelerator", set()),
     "window(counts)": (lambda x: entered(counts=x), "counts", {"(N,) int64"}),
     "window(counts[0])": (lambda x: entered(counts=[x]), "counts[0]", {"zero", "three"}),
-    **{f"{name}(out)": (method(name), "out", set()) for name in TAKE_LOSSES},
-    **{f"{name}(loss_sum)": (of_a_sum(name), "out", set()) for name in TAKE_LOSSES},
-    **{f"{name}(n_valid)": (of_a_count(name), "out", set()) for name in TAKE_LOSSES},
+    **{
+        f"{name}({part})": (call(name, kind), "out", set())
+        for name, kind in TAKE_LOSSES.items()
+        for part, call in {"out": method, "loss_sum": of_a_sum, "n_valid": of_a_count}.items()
+    },
     "add_auxiliary": (with_auxiliary, "auxiliary", set()),
     "finish(parameters)": (finished, "parameters", set()),
     "finish([parameter])": (lambda x: finished([x]), "parameter", set()),
-    "guard(optimizer)": (method("guard"), "optimizer", set()),
-    "guard(module)": (
-        lambda x: LossAccumulator().guard(OPTIMIZER, x), "module", {"None", "module"},
-    ),
-    "discard_window(module)": (method("discard_window"), "module", {"None", "module"}),
     "without_repeats(batch)": (method("without_repeats"), "batch", {"dict"}),
     "metrics(reset)": (lambda x: LossAccumulator().metrics(reset=x), "reset", {"true"}),
     "load_state_dict": (method("load_state_dict"), "state", set()),

@@ -7,7 +7,6 @@ test of each cell. `MISTAKES` are what else the loop of one rank may do with its
 ranks raise one error. `tests/accumulate/test_schedules.py` draws such windows at random.
 """
 
-import copy
 import functools
 import time
 from pathlib import Path
@@ -23,15 +22,20 @@ from support.loops import (
     distance,
     new_weight,
     raising,
-    run_streaming,
     warm_up,
 )
 from support.versions import FSDP2_MEAN
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedce import LossAccumulator, LossSum, fused_ce, fused_cross_entropy, fused_logprobs
-from fusedce.accumulate import exchange as _exchange
+from fusedce import (
+    LossAccumulator,
+    LossMeter,
+    LossSum,
+    fused_ce,
+    fused_cross_entropy,
+    fused_logprobs,
+)
 from fusedce.contract.labels import bad_label_code
 
 RANKS, BAD = 3, 1  # the rank that fails is one in the middle
@@ -49,7 +53,7 @@ def all_tokens():
 def accumulated(fault, rank, *, streaming):
     """A step in which each rank has tokens of its own; gradients are added up after the window."""
     bad, weight = rank == BAD, new_weight()
-    acc, other = (LossAccumulator(grad_reduction="sum") for _ in range(2))
+    acc = LossAccumulator([weight], grad_reduction="sum")
 
     def backwards():
         for i, (hidden, labels) in enumerate(batches(SIZES, seed=rank)):
@@ -65,10 +69,10 @@ def accumulated(fault, rank, *, streaming):
             acc.backward(out)
 
     if bad and fault == "other order":
-        other.metrics()
+        LossMeter().compute()
     if streaming:
         failed = ranks.error_of(backwards)  # a loop that goes on after it
-        acc.finish([weight])
+        acc.finish()
         assert failed is None
     else:
         with acc.window(SIZES):
@@ -292,19 +296,15 @@ def raises_on_the_last_rank(acc):
         raises(acc)
 
 
-def reads_while_streaming(acc):
-    acc.backward(a_loss(2))
-    acc.metrics()
-
-
 def divides(acc):
     for _ in range(2):
         (acc.scale(a_loss(2)) / 4).backward()
 
 
 def evaluates(acc, n_valid=3):
-    acc.add((torch.tensor(1.0), torch.tensor(n_valid)))
-    acc.metrics()
+    meter = LossMeter()
+    meter.update((torch.tensor(1.0), torch.tensor(n_valid)))
+    meter.compute()
 
 
 def bad_label(acc):
@@ -316,9 +316,8 @@ BAD_LABEL = int(bad_label_code(torch.tensor(5), torch.tensor(99)))
 USES = {
     "window": lambda acc: train(acc, [2]),
     "streaming": lambda acc: stream(acc, [2, 2]),
-    "metrics": LossAccumulator.metrics,
 }
-one, streams, reads = USES.values()
+one, streams = USES.values()
 right = functools.partial(train, counts=[2, 2])
 SETTINGS = {
     "grad_reduction": ("mean", "sum"),
@@ -332,17 +331,14 @@ MISTAKES = {
         right, one, "different numbers of micro-batches in this window: 1 on rank 2, 2 on rank 1",
     ),
     "finishes": (lambda acc: acc.finish([]), streams, "no micro-batch since the last one"),
-    "reads": (reads, right, "2 to open a window, 1 to read metrics"),
+    "evaluates": (evaluates, right, "2 to open a window, 1 to compute a LossMeter"),
     "reads inside": (
-        lambda acc: inside(acc, reads, 1), right, "cannot read metrics: 1 of 2 declared",
-    ),
-    "reads while streaming": (
-        reads_while_streaming, reads,
-        "cannot read metrics: 1 micro-batches since the last finish() are",
+        lambda acc: inside(acc, LossAccumulator.metrics, 1), right,
+        "cannot read metrics: 1 of 2 declared",
     ),
     "other count": (
-        lambda acc: train(acc, [2, 5], [2, 2]), lambda acc: train(acc, [2, 3], [2, 2]),
-        "micro-batch 1 was declared with 3 valid tokens, its loss counts 2",
+        lambda acc: train(acc, [2, 5], [2, 2]), right,
+        "micro-batch 1 was declared with 5 valid tokens, its loss counts 2",
     ),
     "fewer": (
         lambda acc: train(acc, [2, 2], [2]), right, "2 micro-batches were declared, 1"
@@ -357,8 +353,8 @@ MISTAKES = {
     ),
     **{
         f"{name} of {how}": (
-            lambda _, name=name, other=other, use=use: use(LossAccumulator(**{name: other})),
-            lambda _, name=name, usual=usual, use=use: use(LossAccumulator(**{name: usual})),
+            lambda _, x={name: other}, use=use: use(LossAccumulator(name="new", **x)),
+            lambda _, x={name: usual}, use=use: use(LossAccumulator(name="new", **x)),
             f"{name} must be the same on all ranks: it is {usual!r} on 2 and {other!r} on 1 of the",
         )
         for name, (usual, other) in SETTINGS.items()
@@ -386,7 +382,7 @@ def mistaken(name, rank):
     error, seconds = ranks.timed(wrong if rank == BAD else meanwhile, acc)
     acc.discard_window()
     weight = new_weight()
-    train(LossAccumulator(), [3], weight=weight)
+    train(LossAccumulator(name="after"), [3], weight=weight)
     return error, seconds, float(weight.grad.norm())
 
 
@@ -418,52 +414,10 @@ def test_all_ranks_raise_the_error_of_one(name):
     check_told(mistakes(name), name)
 
 
-@pytest.mark.parametrize("name", ["reads while streaming", "no parameters", "bad counts"])
+@pytest.mark.parametrize("name", ["no parameters", "bad counts"])
 def test_an_error_of_one_rank_in_the_very_first_exchange(name):
     """The accumulators' group is not made yet."""
     check_told(ranks.shared({name: functools.partial(mistaken, name)}, RANKS)(name), name)
-
-
-on_three_ranks = ranks.together(RANKS, timeout=LATE)
-
-
-@on_three_ranks
-def test_on_a_device_it_is_raised_where_metrics_are_read(rank):
-    """The test double forbids reading values of CPU tensors, which on a GPU would wait."""
-    bad = rank == BAD
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_exchange, "readable", lambda device: False)
-        acc = LossAccumulator()
-        train(acc, [2 + bad], [2])
-        with pytest.raises(RuntimeError, match="declared with 3 valid tokens, its loss counts 2"):
-            acc.metrics()
-        acc.metrics(reset=True)
-        acc = LossAccumulator()
-        train(acc, [2] * (1 + bad))
-        words = "different numbers of micro-batches in this window: 1 on rank 2, 2 on rank 1"
-        with pytest.raises(RuntimeError, match=words):
-            acc.metrics()
-        acc = LossAccumulator()
-        with pytest.raises(TypeError, match=r"counts\[0\] must be an integer"):
-            train(acc, [2.5] if bad else [2], [2])
-            acc.metrics()  # where the ranks that have made no mistake hear of it
-
-
-@on_three_ranks
-def test_one_rank_may_make_accumulators_alone_but_not_use_them_in_another_order(rank):
-    """Rank 0 makes, copies and pickles accumulators by itself, before and between."""
-    first = LossAccumulator()
-    kept = [LossAccumulator(), copy.deepcopy(first)] if rank == 0 else []
-    second, weight = LossAccumulator(), new_weight()
-    for acc in (first, second, first):
-        run_streaming(acc, weight, batches([3]))
-    kept += [copy.deepcopy(first)] if rank == 0 else []
-    third = LossAccumulator()
-    for acc in (third, second, third):
-        run_streaming(acc, weight, batches([3]))
-    for acc in [third, first] if rank else [first, third]:
-        with pytest.raises(RuntimeError, match="messages of different accumulators have met"):
-            run_streaming(acc, weight, batches([3]))
 
 
 # ---- a rank that comes late -----------------------------------------------------------------

@@ -17,37 +17,59 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusedce.accumulate.arguments import OnEmpty, as_counts, check_module, describe, unpack
-from fusedce.accumulate.engines import Engine, from_accelerator, from_mesh
-from fusedce.accumulate.exchange import CLOSE, FINISH, WINDOW, Exchange, together
-from fusedce.accumulate.gradients import STREAMED, drop_gradients, given_to_finish, scale_gradients
-from fusedce.accumulate.guard import Guard
-from fusedce.accumulate.sums import Loss, Metrics
+from fusedce.accumulate.arguments import (
+    OnEmpty,
+    as_counts,
+    as_tensors,
+    by_loss,
+    check_losses,
+    describe,
+    unpack,
+)
+from fusedce.accumulate.engines import (
+    Engine,
+    current_backward,
+    from_accelerator,
+    from_deepspeed,
+    from_mesh,
+)
+from fusedce.accumulate.exchange import CLOSE, FINISH, SUMS, WINDOW, Exchange
+from fusedce.accumulate.gradients import STREAMED, scale_gradients
+from fusedce.accumulate.sums import Loss, Totals
+from fusedce.accumulate.watch import Watch
 from fusedce.accumulate.window import Window, WindowBlock
-from fusedce.contract.checks import check_choice
+from fusedce.contract.checks import check_choice, check_flag
 from fusedce.contract.groups import Ranks
 from fusedce.contract.results import ScaledLossSum
 
 
-class LossAccumulator(Metrics):
+class LossAccumulator:
     """Divides the losses of an optimizer step by all its valid tokens, and keeps the metrics.
 
-    Counts known in advance, or streaming, where they become known only at the end::
+    Streaming, where counts become known only at the end, or counts known in advance::
+
+        acc = fusedce.LossAccumulator(model)
+
+        for b in micro_batches:
+            acc.backward(fused_ce(...))
+        acc.finish()                            # right after the last one, before clipping
 
         with acc.window([fusedce.count_valid(b["labels"]) for b in micro_batches]):
             for b in micro_batches:
                 acc.backward(fused_ce(...))
 
-        for b in micro_batches:
-            acc.backward(fused_ce(...))
-        acc.finish(model.parameters())          # before gradient clipping
-
     Each micro-loss is multiplied by ``R * backward_divisor / max(sum of n_valid, 1)``, the sum
     over micro-batches and ranks, with ``R`` the number of ranks where gradients are averaged and
     1 where they are added. Streaming divides by 1024 per rank at first, and ``finish`` corrects
-    ``.grad`` once. Do not call ``finish`` after clipping; :meth:`guard` catches other mistakes.
+    ``.grad`` once.
 
     Args:
+        model: the module that the loop calls (with DDP or FSDP around it), or all parameters that
+            the losses train. These, read anew when a window's first backward begins, are divided
+            by ``finish`` and watched: a step or ``zero_grad`` inside a window, gradients that it
+            began over, other writes between its micro-batches or before ``finish``, and a
+            micro-batch that trains none of them are errors. A list does not follow parameters
+            that are made or unfrozen later. ``None``: ``finish(parameters)``, nothing is watched.
         process_group: the ranks that hold distinct tokens: a process group or a one-dimensional
             ``DeviceMesh`` (:meth:`from_mesh` for more dimensions). ``None``: all ranks if
             ``torch.distributed`` is initialised. Replicas of the same tokens (tensor parallel)
@@ -58,187 +80,220 @@ class LossAccumulator(Metrics):
         backward_divisor: a constant the engine divides each loss or gradient by on its own.
         on_empty: the result of a window without a valid token on any rank. "zero": zero gradients.
             "skip": :attr:`should_step` is False, and ``finish`` sets ``.grad`` to None. "raise":
-            ``RuntimeError`` on all ranks. The last two read the count once per window.
+            ``RuntimeError`` on all ranks.
+        grad_scaler: the ``torch.amp.GradScaler`` of the loop; :meth:`backward` calls its
+            ``scale``. Unscale after the window.
+        losses: names and weights of several losses a step, ``{"main": 1, "next2": 0.3}`` (at most
+            8). Each is divided by its own tokens; counts must be declared.
+        watch: False for engines that take gradients away from ``.grad``.
+        name: tells accumulators of the same ranks apart; equal on all of them.
 
     Attributes:
         should_step: False after a window without any valid token under "skip", else True.
 
     Examples:
-        >>> acc = LossAccumulator()
         >>> weight = torch.randn(11, 4, requires_grad=True)
+        >>> acc = LossAccumulator([weight])
         >>> for _ in range(2):
         ...     labels = torch.randint(11, (3,))
         ...     acc.backward(fusedce.fused_ce(torch.randn(3, 4), weight, labels))
-        >>> acc.finish([weight])
+        >>> acc.finish()
         True
         >>> acc.metrics()["n_tokens"]
         6
 
     Note:
-        A label out of range, other counts than declared, a factor on the loss, or gradients set to
-        zero raise an error at the window's end, the same on all ranks, before an optimizer steps.
-        On a GPU the error comes later, so that windows do not wait for the GPU: in ``metrics`` or
-        ``state_dict``, and after 33 windows at the latest.
+        The host reads a window's numbers once, at its end (with declared counts at its first loss,
+        too), and raises there for a label out of range, other counts than declared, a factor on
+        the loss, or what was watched: on all ranks, before an optimizer steps.
 
-    Collectives: each is an all-gather of 121 int64 from each rank on ``process_group`` (under gloo,
+    Collectives: each is an all-gather of 173 int64 from each rank on ``process_group`` (under gloo,
     on a new group of the same ranks). Streaming has one per window, in ``finish``. Declared counts
     have one when the window opens, which is awaited at its first ``scale``, and one when it ends.
-    ``metrics`` has one if batches were ``add``-ed. There are none per micro-batch. A rank that
-    waits in vain raises an error after the process group's timeout. One accumulator belongs to one
-    thread.
+    There are none per micro-batch, and none for ``metrics``. A rank that waits in vain raises an
+    error after the process group's timeout. One accumulator belongs to one thread.
     """
 
     from_mesh: classmethod[LossAccumulator, ..., LossAccumulator] = classmethod(from_mesh)
     from_accelerator: classmethod[LossAccumulator, ..., LossAccumulator] = classmethod(
         from_accelerator
     )
+    from_deepspeed: classmethod[LossAccumulator, ..., LossAccumulator] = classmethod(from_deepspeed)
 
     def __init__(
         self,
-        process_group: Any = None,
+        model: torch.nn.Module | Iterable[Tensor] | None = None,
         *,
+        process_group: Any = None,
         grad_reduction: Literal["mean", "sum"] = "mean",
         backward_divisor: float = 1,
         on_empty: OnEmpty = "zero",
+        grad_scaler: Any = None,
+        losses: Mapping[str, float] | None = None,
+        watch: bool = True,
+        name: str | None = None,
     ) -> None:
         check_choice("grad_reduction", grad_reduction, ("mean", "sum"))
         check_choice("on_empty", on_empty, ("zero", "skip", "raise"))
+        check_flag("watch", watch)
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name must be a string, got {describe(name)}")
+        self._weights = check_losses(losses)
         self._tokens = Ranks(process_group)  # whose losses are added (a pipeline's last stages)
-        self._exchange = Exchange(self._tokens)  # with all ranks that share the windows
-        self._engine = Engine(backward_divisor)
+        self._exchange = Exchange(self._tokens, name)  # with all ranks that share the windows
+        self._engine = Engine(backward_divisor, grad_scaler)
         self._grad_reduction, self._on_empty = grad_reduction, on_empty
         self._has_loss = True  # whether this rank computes losses
-        self._guard = Guard()
+        self._watch = Watch(model, watches=watch)
+        self._totals = Totals(self._weights)  # equal on all ranks after each window
         self._window: Window | None = None  # the open one
         self._announced: object = None  # the result of `window(...)` until it is entered
         self.should_step = True
-        super().__init__()
 
-    # ---- training ---------------------------------------------------------------------------
+    # ---- a window ---------------------------------------------------------------------------
 
-    def window(self, counts: Iterable[Tensor | int] = ()) -> WindowBlock:
+    def window(
+        self, counts: Iterable[Tensor | int] = (), **counts_by_loss: Iterable[Tensor | int]
+    ) -> WindowBlock:
         """``with acc.window(counts):`` an optimizer step whose valid tokens are known in advance.
 
-        Several losses over shared parameters (heads for several tokens ahead), each divided by its
-        own tokens, have an accumulator each, and one backward; ``token_weight`` weighs them::
-
-            with first.window(counts), second.window(others):
-                for b in micro_batches:
-                    (first.scale(fused_ce(...)) + second.scale(fused_ce(...))).backward()
-
         Args:
-            counts: for each micro-batch of this rank, in the order of their ``backward`` calls,
-                its number of valid tokens *after* the shift (:func:`count_valid`): integers, or
-                int64 tensors of one element. All ranks declare the same number of micro-batches;
-                one without tokens declares 0.
+            counts: for each micro-batch of this rank, in the order of their ``scale`` or
+                ``backward`` calls, its number of valid tokens *after* the shift
+                (:func:`count_valid`): integers, or int64 tensors of one element. All ranks declare
+                the same number of micro-batches; one without tokens declares 0.
+            counts_by_loss: of several losses by name: ``acc.window(main=counts, next2=others)``.
         """
-        self._announced = block = WindowBlock(self, counts)
+        given: list[Any] = []
+        if self._has_loss:
+            one = () if counts_by_loss and counts == () else (counts,)
+            given = by_loss("window", self._weights, one, counts_by_loss)
+        self._announced = block = WindowBlock(self, given)
         return block
 
-    def _enter(self, counts: Any) -> None:
+    def _enter(self, counts: list[Any]) -> None:
         """Open a window of declared counts. One all-gather."""
         self._announced = None
         with self._exchange.tell_peers_on_error(WINDOW):
             self._refuse_open_window("open another")
-            self._check_ready()
-            declared = as_counts(counts)
-            if not declared and self._has_loss:
-                empty = f"{counts!r}, which gives none"
-                raise ValueError(f"counts must hold one number per micro-batch, got {empty}")
-        none = torch.zeros(1, dtype=torch.int64, device="cpu")
-        n_valid = together(declared).sum(0, keepdim=True) if declared else none
-        n_micro = 1 + len(declared) if self._has_loss else 0
-        sent = self._exchange.send(WINDOW, n_valid, self._equal(), n_micro)
+            self._exchange.check_name()
+            declared = [
+                as_counts(f"counts of {name!r}" if name else "counts", x)
+                for name, x in zip(self._weights, counts, strict=False)
+            ]
+            n_micro = {len(x) for x in declared}
+            if 0 in n_micro:
+                raise ValueError("counts must hold one number per micro-batch, got none")
+            if len(n_micro) > 1:
+                found = dict(zip(self._weights, map(len, declared), strict=True))
+                raise ValueError(f"counts must be as many for each loss, got {found}")
+            if declared:
+                self._engine.check_opening(len(declared[0]))
+        sums: list[float] = [0.0] * (len(SUMS) * len(declared))
+        sums[1 :: len(SUMS)] = map(sum, declared)
+        n = 1 + len(declared[0]) if declared else 0
+        sent = self._exchange.send(WINDOW, sums, self._equal(), n)
         if self._on_empty != "zero" or sent.work is None:
-            self._decide_step(sent.wait()[0])
+            self._decide_step(sent.wait())
         else:
             self.should_step = True
-        self._open(Window(declared, sent, self._guard))
+        self._open(Window(declared or [[]], sent, self._weights, self._watch, self._engine))
+        if not self._has_loss and self._watch.watches:
+            self._watch.begin()  # a stage without losses
 
     def _leave(self, error: BaseException | None) -> None:
         """Close a window of declared counts, or drop it after ``error``. One all-gather."""
         window = self._window
         assert window is not None
         if error is not None:
-            self._close(dropped=True)
+            self._close()
             # Ranks that already know of the error do not come to the window's end.
-            if not getattr(error, "is_known", False) and not window.was_refused():
+            if not getattr(error, "is_shared", False) and not window.was_refused():
                 self._exchange.fail(CLOSE, error)
             return
         try:
-            window.denominator()
+            window.denominators()
             sums, _ = self._end(CLOSE, window)
         finally:
-            self._close(dropped=False)
+            self._close()
         self._count_window(sums)
 
-    def scale(self, out: Loss) -> Tensor:
+    def scale(self, out: Loss | None = None, **outs_by_loss: Loss) -> Tensor:
         """The loss to call ``backward`` on, for loops that do so themselves (GradScaler).
 
         ``loss_sum * R * backward_divisor / denominator`` and the auxiliary losses that wait. It
-        counts as a micro-batch once it is differentiated; another factor than the engine's or a
-        GradScaler's is an error where the ranks meet next.
+        counts as a micro-batch once it is differentiated; another factor than the engine's or the
+        GradScaler's is an error at the window's end.
 
         Args:
             out: what :func:`fused_ce` returned: ``loss_sum ()`` in nats, ``n_valid ()`` in tokens.
+            outs_by_loss: of several losses by name: ``acc.scale(main=a, next2=b)``.
         """
         self._check_entered()
-        sums = unpack(out)
-        if isinstance(sums, ScaledLossSum):
+        one = () if outs_by_loss and out is None else (out,)
+        outs = [unpack(x) for x in by_loss("scale", self._weights, one, outs_by_loss)]
+        if any(isinstance(x, ScaledLossSum) for x in outs):
             raise ValueError(
                 "out was multiplied or divided by a number, but a window divides the sum by all of "
                 "its tokens itself. Do not divide by the number of micro-batches or ranks; to give "
-                "a loss a smaller weight, use token_weight="
+                "a loss a smaller weight, use losses= or token_weight="
             )
-        if (window := self._window) is None:
-            if self._engine.no_streaming is not None:
-                raise RuntimeError(f"streaming is not possible here: {self._engine.no_streaming}")
-            if not self._has_loss:
-                raise RuntimeError(
-                    "this rank has no loss in its pipeline: the last stage computes it. Elsewhere, "
-                    "from_mesh(..., has_loss=True) says so"
-                )
-            self._check_ready()
-            self._exchange.number()
-            window = self._open(self._streaming())
+        window = self._window or self._stream()
         window.check_usable()
-        size, upstreams = self._tokens.size(), self._engine.upstreams()
-        return window.scaled(sums, self._factor(), size, upstreams)
+        return window.scaled(outs, self._factor(), self._tokens.size())
+
+    def _stream(self) -> Window:
+        """Open a streaming window: a constant divides its losses until it knows the tokens."""
+        why_not = self._engine.no_streaming
+        if not self._has_loss:
+            why_not = (
+                "this rank has no loss in its pipeline: the last stage computes it. Elsewhere, "
+                "from_mesh(..., has_loss=True) says so"
+            )
+        elif "" not in self._weights:
+            why_not = (
+                "finish() corrects all gradients by one factor, and several losses have as many. "
+                "Declare the counts: `with acc.window(main=counts, next2=others)`"
+            )
+        if why_not is not None:
+            raise RuntimeError(f"streaming is not possible here: {why_not}")
+        return self._open(self._streaming())
 
     def _streaming(self) -> Window:
-        """A streaming window. Its losses are divided by a constant until it knows the tokens."""
-        return Window(None, float(STREAMED * self._tokens.size()), self._guard)
+        denominator = float(STREAMED * self._tokens.size())
+        return Window(None, [denominator], self._weights, self._watch, self._engine)
 
     def _factor(self) -> float:
-        """Factor of this rank's loss sum without the denominator: ``R * backward_divisor``."""
+        """Factor of this rank's loss sums without the denominator: ``R * backward_divisor``."""
         ranks = self._tokens.size() if self._grad_reduction == "mean" else 1
         return self._engine.divisor() * ranks
 
-    def _expected(self) -> Tensor | float | None:
+    def _expected(self) -> float | None:
         """Upstream gradient that a loss of the open window will receive; ``None`` if unknown.
 
         This waits for the other ranks' counts; :meth:`scale` raises an error among them.
         """
-        window = self._window
-        if window is None:
+        if self._window is None or "" not in self._weights:
             return None
         try:
-            return window.factor(self._factor() * self._engine.upstreams()[0])
+            expected = self._factor() * self._engine.expected_loss_factors()[0]
+            return expected / self._window.denominators()[0]
         except (RuntimeError, TypeError, ValueError):
             return None
 
-    def backward(self, out: Loss) -> None:
-        """``self.scale(out).backward()``. Call it for micro-batches without valid tokens too.
+    def backward(self, out: Loss | None = None, **outs_by_loss: Loss) -> None:
+        """``self.scale(out).backward()``, as the engine does it, with the loss scale.
 
-        If it raises (out of memory), ``.grad`` holds a part of this micro-batch that cannot be
-        removed: to go on, leave the ``with`` block, or call :meth:`discard_window`.
+        Call it for micro-batches without valid tokens too. If it raises (out of memory), ``.grad``
+        holds a part of this micro-batch that cannot be removed: to go on, leave the ``with``
+        block, or call :meth:`discard_window`.
         """
-        scaled = self.scale(out)
+        scaled = self.scale(out, **outs_by_loss)
         if not scaled.requires_grad:
             raise RuntimeError(
                 "out must require grad, got a loss without a graph: hidden, weight and bias are "
                 "frozen, or it was computed under torch.no_grad(). Training needs one of them with "
-                "requires_grad=True; evaluation is acc.add(out)"
+                "requires_grad=True; evaluation is fusedce.LossMeter().update(out)"
             )
         self._engine.backward(scaled)
 
@@ -251,7 +306,7 @@ class LossAccumulator(Metrics):
             raise TypeError(f"auxiliary must be a floating tensor, got {describe(auxiliary)}")
         if auxiliary.numel() != 1:
             raise ValueError(f"auxiliary must be a scalar, got shape {tuple(auxiliary.shape)}")
-        if torch._C._current_graph_task_id() != -1:
+        if current_backward() != -1:
             return  # a checkpoint computes it again
         if self._window is None or self._window.declared is None:
             raise RuntimeError(
@@ -262,100 +317,89 @@ class LossAccumulator(Metrics):
             )
         self._window.auxiliary.append(auxiliary.reshape(()))
 
-    def finish(self, parameters: Iterable[Tensor]) -> bool:
-        """Close a streaming window: correct every ``.grad`` once, in place, before clipping.
+    def finish(self, parameters: Iterable[Tensor] | None = None) -> bool:
+        """Close a streaming window: correct every ``.grad`` once, in place.
+
+        Call it right after the last micro-batch: sum over ranks, unscale and clip after it.
 
         Args:
-            parameters: all parameters that received gradients, e.g. ``model.parameters()``.
+            parameters: all that received gradients, where the accumulator was given none.
 
         Returns:
             :attr:`should_step`.
         """
+        if self._watch.is_given and parameters is not None:
+            raise TypeError(
+                "finish() takes no parameters: LossAccumulator was given a model or parameters, "
+                "and divides exactly these"
+            )
+        if not self._watch.is_given and parameters is None:
+            raise TypeError(
+                "finish(parameters) needs the parameters to divide, e.g. model.parameters(); "
+                "LossAccumulator(model) knows them, and watches them too"
+            )
         window = self._window or self._streaming()
         if window.declared is not None:
             raise RuntimeError(
                 "finish is for streaming; a window with declared counts needs no correction"
             )
         sums, trained = self._end(FINISH, window, parameters)
-        self._close(dropped=False)
-        self._decide_step(sums[1])
+        self._close()
+        self._decide_step(sums)
         if self.should_step:
-            scale_gradients(trained, STREAMED * self._tokens.size() / sums[1].clamp(min=1))
+            scale_gradients(trained, STREAMED * self._tokens.size() / max(sums[1], 1))
         else:
             for p in trained:
                 p.grad = None
         self._count_window(sums)
         return self.should_step
 
-    def discard_window(self, module: torch.nn.Module | None = None) -> None:
-        """Forget the micro-batches of an open streaming window; call ``zero_grad`` as well.
+    def discard_window(self) -> None:
+        """Forget the micro-batches of an open streaming window, and the given model's gradients.
 
-        Args:
-            module: forget its gradients too, so that no ``zero_grad`` is needed. FSDP2 needs this
-                after ``set_requires_gradient_sync(False)``, which holds gradients inside.
+        An accumulator that was given none needs ``zero_grad`` as well.
         """
-        check_module(module)
         if self._window is not None and self._window.declared is not None:
             raise RuntimeError("discard_window is for streaming: leave the `with` block instead")
         self._announced = None
-        if module is not None:
-            drop_gradients(module)
-        self._close(dropped=module is None)
-
-    def guard(self, optimizer: Any, module: torch.nn.Module | None = None) -> None:
-        """Raise an error where a loop would spoil a window's gradients.
-
-        That is: an optimizer step or ``zero_grad`` inside an open window; gradients written by
-        something else than its losses, or not given to ``finish``.
-
-        Args:
-            optimizer: a ``torch.optim.Optimizer``, accelerate's wrapper included.
-            module: the model (DDP around it, where there is one), whose parameters are watched too.
-        """
-        self._guard.add(optimizer, module)
-
-    # ---- evaluation (see Metrics) -----------------------------------------------------------
-
-    def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the batch with the labels of repeated samples set to ``ignore_index``.
-
-        The samplers of ``accelerate`` repeat samples until all ranks have whole batches. After
-        :meth:`from_accelerator`, evaluate with ``acc.add(model(**acc.without_repeats(batch)))``.
-        Batches without repeated samples are returned unchanged.
-        """
-        if not isinstance(batch, Mapping):
-            raise TypeError(f"batch must be a mapping of tensors, got {describe(batch)}")
-        return self._engine.without_repeats(batch)
-
-    # ---- every window -----------------------------------------------------------------------
+        self._watch.drop_gradients()
+        self._close()
 
     def _open(self, window: Window) -> Window:
         self._window = window
-        self._guard.open(window.why_no_step, window.declared is None)
+        self._watch.open(window.why_no_step, window.declared is None)
         return window
 
-    def _close(self, *, dropped: bool) -> None:
-        """Forget the open window; ``dropped`` if its gradients are not to be used."""
+    def _close(self) -> None:
+        """Forget the open window."""
         if self._window is not None:
             self._window.is_open = False
         self._window = None
-        self._guard.close(dropped)
+        self._watch.close()
 
     def _end(
         self, purpose: str, window: Window, parameters: Any = None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The sums over ranks of a window that ends, after its one all-gather.
-
-        ``parameters`` are those of ``finish``; the result holds those that have gradients.
-        """
+    ) -> tuple[list[float], list[Tensor]]:
+        """Sums over ranks of a window that ends, after its one all-gather, and what to divide."""
         with self._exchange.tell_peers_on_error(purpose):
             self._check_entered()
+            self._exchange.check_name()
+            sums: list[float] = []
             if self._has_loss:
                 window.check_complete()
-            given = given_to_finish(parameters) if purpose == FINISH else None
-            self._guard.check_end(given)
-        sent = self._exchange.send(purpose, window.sums(), self._equal(), fault=window.fault())
-        return sent.wait(), [p for p in given or [] if p.grad is not None]
+                sums = window.sums()
+            if window.declared is not None and self._has_loss:
+                self._engine.check_closing(len(window.done))
+            given = self._watch.check_end()
+            if parameters is not None:
+                given = as_tensors("parameters", parameters)
+            trained = [p for p in given if p.grad is not None]
+            if purpose == FINISH and not trained:
+                raise RuntimeError(
+                    "parameters: no parameter given has a .grad to correct (was the generator used "
+                    "up, or zero_grad called before finish?)"
+                )
+        return self._exchange.send(purpose, sums, self._equal()).wait(), trained
 
     def _equal(self) -> dict[str, object]:
         """Settings that must be equal on all ranks at every exchange."""
@@ -363,11 +407,12 @@ class LossAccumulator(Metrics):
             "grad_reduction": self._grad_reduction,
             "on_empty": self._on_empty,
             "backward_divisor": self._engine.divisor(),
+            "losses": self._weights,
         }
 
-    def _decide_step(self, total: Tensor) -> None:
-        """Set :attr:`should_step` from the tokens ``total ()`` of all ranks, or raise."""
-        self.should_step = self._on_empty == "zero" or int(total) > 0
+    def _decide_step(self, sums: list[float]) -> None:
+        """Set :attr:`should_step` from the sums of all ranks, or raise."""
+        self.should_step = self._on_empty == "zero" or any(sums[1 :: len(SUMS)])
         if not self.should_step and self._on_empty == "raise":
             self.should_step = True
             raise RuntimeError(
@@ -375,15 +420,9 @@ class LossAccumulator(Metrics):
                 "every label is ignore_index"
             )
 
-    def _check_ready(self) -> None:
-        """Raise ``RuntimeError`` where no window may open now."""
-        if self._evaluates:
-            raise RuntimeError(
-                "the metrics hold batches that were added for evaluation since the last reset, and "
-                "would mix them with training: call metrics(reset=True) first, or evaluate with a "
-                "LossAccumulator of its own"
-            )
-        self._guard.check_ready()
+    def _count_window(self, sums: list[float]) -> None:
+        self._totals.add(sums)
+        self._totals.n_windows += 1
 
     def _check_entered(self) -> None:
         """Raise ``RuntimeError`` if ``window(...)`` was called without ``with``."""
@@ -399,15 +438,68 @@ class LossAccumulator(Metrics):
         if self._window is not None:
             raise RuntimeError(
                 f"cannot {action}: {self._window.progress()}. Leave the `with` block first, or "
-                f"call finish(model.parameters()), after an epoch's last, shorter window too "
-                f"(zero_grad and discard_window() drop it)"
+                f"call finish(), after an epoch's last, shorter window too (discard_window() drops "
+                f"it)"
             )
+
+    # ---- metrics and state ------------------------------------------------------------------
+
+    def metrics(self, *, reset: bool = False) -> dict[str, float]:
+        """Metrics of the interval over all ranks: a plain dict of numbers, ready for a tracker.
+
+        No collective: windows sum over ranks at their ends, so one rank may call it alone
+        (``if rank == 0: wandb.log(acc.metrics(reset=True))``). Evaluation has its own object,
+        :class:`fusedce.LossMeter`.
+
+        Returns (``reset`` starts a new interval):
+            ``loss``: nats per token, sum of losses / number of tokens (NaN without tokens);
+            ``perplexity``: ``exp(loss)``; ``n_tokens``: valid tokens; ``n_windows``: windows
+            (optimizer steps, and those that ``on_empty="skip"`` left out). Of losses made with
+            ``fused_ce(..., monitor=...)``, over the tokens of those that were: ``correct_tokens``
+            and ``mean_token_accuracy`` ("correct"), ``entropy`` and ``z_loss``, nats per token.
+            Several losses have these under their names (``main/loss``, ``main/n_tokens``), and
+            ``loss`` is their weighted sum.
+        """
+        check_flag("reset", reset)
+        self._refuse_open_window("read metrics")
+        found = {**self._totals.means(), "n_windows": self._totals.n_windows}
+        if reset:
+            self._totals.reset()
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Totals of all ranks, as plain numbers. No collective.
+
+        Equal on all ranks: one may save alone and all of them load it, in any number. Save between
+        optimizer steps: the gradients of an open window live in ``.grad``, which no checkpoint has.
+        """
+        self._refuse_open_window("save the state (its gradients are in .grad, in no checkpoint)")
+        return self._totals.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`, with the same bits as without the interruption.
+
+        All ranks load the same state, whichever rank saved it, of however many.
+        """
+        self._refuse_open_window("load a state")
+        self._totals.load_state_dict(state)
+
+    def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the batch with the labels of repeated samples set to ``ignore_index``.
+
+        The samplers of ``accelerate`` repeat samples until all ranks have whole batches. After
+        :meth:`from_accelerator`, evaluate ``model(**acc.without_repeats(batch))``. Batches without
+        repeated samples are returned unchanged.
+        """
+        if not isinstance(batch, Mapping):
+            raise TypeError(f"batch must be a mapping of tensors, got {describe(batch)}")
+        return self._engine.without_repeats(batch)
 
     # ---- copies and text --------------------------------------------------------------------
 
     def __repr__(self) -> str:
         n = self._tokens.size()
-        now = f"{self._n_windows} windows since the reset"
+        now = f"{self._totals.n_windows} windows since the reset"
         return (
             f"LossAccumulator({n} rank{'s' * (n > 1)}, grad_reduction={self._grad_reduction!r}, "
             f"on_empty={self._on_empty!r}, "

@@ -1,49 +1,98 @@
-"""Checks of the accumulator's arguments: counts, losses."""
+"""Checks of the accumulator's arguments: parameters, losses by name, counts, sums."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fusedce.accumulate import exchange as _exchange
+from fusedce.accumulate.exchange import MOST_LOSSES
 from fusedce.contract.results import MONITORS, LossSum, MonitoredLossSum, ScaledLossSum
 
 OnEmpty = Literal["zero", "skip", "raise"]
 _SUM = "out must be (loss_sum, n_valid) as fused_ce returns it"
 
 
-def as_counts(counts: Any) -> list[Tensor]:
-    """Declared counts copied to ``()`` int64 tensors; values on a device are not read."""
+def as_tensors(name: str, parameters: Any) -> list[Tensor]:
+    """The tensors of an iterable, each once; ``TypeError`` for anything else."""
+    advice = (
+        f"{name} must be an iterable of tensors, such as model.parameters() (not "
+        f"named_parameters(), a state_dict or an optimizer's param_groups)"
+    )
+    if isinstance(parameters, (torch.nn.Module, Tensor)) or not isinstance(parameters, Iterable):
+        raise TypeError(f"{advice}, got {describe(parameters)}")
+    found: dict[int, Tensor] = {}
+    for p in parameters:
+        if not isinstance(p, Tensor):
+            raise TypeError(f"{advice}, it holds {describe(p)}")
+        found[id(p)] = p
+    return list(found.values())
+
+
+def check_losses(losses: Any) -> dict[str, float]:
+    """The weights of the losses of a step, by name; one loss is called ``""``."""
+    if losses is None:
+        return {"": 1.0}
+    example = "losses={'main': 1, 'next2': 0.3}"
+    if not isinstance(losses, Mapping):
+        raise TypeError(f"losses must be a dict of weights, {example}, got {describe(losses)}")
+    if not 0 < len(losses) <= MOST_LOSSES:
+        raise ValueError(f"losses must have 1 to {MOST_LOSSES} names, {example}, got {len(losses)}")
+    for name, weight in losses.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"losses must be named by identifiers, {example}, got {name!r}")
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+            raise TypeError(f"losses[{name!r}] must be a number, got {describe(weight)}")
+        if not math.isfinite(weight):
+            raise ValueError(f"losses[{name!r}] must be finite, got {weight}")
+    return {name: float(weight) for name, weight in losses.items()}
+
+
+def by_loss(what: str, names: Iterable[str], one: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    """What a call with ``one`` argument, or with one for each loss by name, gives for each loss."""
+    names = list(names)
+    if names == [""]:
+        if len(one) != 1 or named:
+            given = [*map(describe, one), *named]
+            raise TypeError(
+                f"{what} takes one argument, got {given}; several losses are named in the "
+                f"constructor: LossAccumulator(model, losses={{'main': 1, 'next2': 0.3}})"
+            )
+        return list(one)
+    if one or set(named) != set(names):
+        raise TypeError(f"{what} must name the losses {names}, got {[*named] or 'none by name'}")
+    return [named[name] for name in names]
+
+
+def as_counts(name: str, counts: Any) -> list[int]:
+    """Declared counts as numbers; those on a device are read."""
     one = isinstance(counts, (str, bytes)) or (isinstance(counts, Tensor) and counts.dim() == 0)
     if one or not isinstance(counts, Iterable):
         raise TypeError(
-            f"counts must hold one number per micro-batch, e.g. [count_valid(b) for b in "
+            f"{name} must hold one number per micro-batch, e.g. [count_valid(b) for b in "
             f"micro_batches], got {describe(counts)}"
         )
-    return [_as_count(i, count) for i, count in enumerate(counts)]
+    return [_as_count(f"{name}[{i}]", count) for i, count in enumerate(counts)]
 
 
-def _as_count(i: int, count: Any) -> Tensor:
+def _as_count(name: str, count: Any) -> int:
     dtype = str(getattr(count, "dtype", type(count).__name__))
     try:
         if "bool" in dtype:
             raise TypeError
-        if isinstance(count, Tensor) and not count.is_floating_point() and count.numel() == 1:
-            count = count.detach().reshape(()).to(torch.int64, copy=True)
-        else:  # numpy's integers and 0-d arrays have an index as well
-            count = torch.tensor(operator.index(count), dtype=torch.int64, device="cpu")
-    except TypeError:
-        raise TypeError(f"counts[{i}] must be an integer, got {describe(count)}") from None
-    except (RuntimeError, OverflowError, ValueError):
-        raise ValueError(f"counts[{i}] must be an int64, got {count}") from None
-    if _exchange.readable(count.device) and count < 0:
-        raise ValueError(f"counts[{i}] must be >= 0, got {int(count)}")
-    return count
+        # numpy's integers, 0-d arrays and integer tensors of one element have an index as well
+        number = operator.index(count.detach().cpu() if isinstance(count, Tensor) else count)
+    except (TypeError, NotImplementedError):
+        raise TypeError(f"{name} must be an integer, got {describe(count)}") from None
+    if number >= 2**63:
+        raise ValueError(f"{name} must be an int64, got {count}")
+    if number < 0:
+        raise ValueError(f"{name} must be >= 0, got {number}")
+    return number
 
 
 def unpack(out: Any) -> MonitoredLossSum:
@@ -102,12 +151,6 @@ def divisor_of(loss: Tensor) -> Tensor | None:
         return None
     one = kind == "Mean" and node._saved_self_sym_numel == 1
     return torch.tensor(1.0 if one else math.nan, device="cpu")
-
-
-def check_module(module: Any) -> None:
-    """Raise ``TypeError`` unless this is a module or ``None``."""
-    if module is not None and not isinstance(module, torch.nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, got {describe(module)}")
 
 
 def describe(x: object) -> str:

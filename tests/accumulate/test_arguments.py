@@ -8,7 +8,7 @@ from support.bounds import SAME_SUMS
 from support.loops import a_loss, batches, distance, new_weight, run_window, weight_and_grad
 from transformers.modeling_outputs import CausalLMOutput
 
-from fusedce import LossAccumulator, LossSum, fused_ce
+from fusedce import LossAccumulator, LossMeter, LossSum, fused_ce
 
 # ---- counts -------------------------------------------------------------------------------------
 
@@ -34,7 +34,7 @@ NO_COUNTS = [torch.tensor(-1), torch.tensor(1.0), np.float32(2), np.bool_(True),
     ("counts", "error", "words"),
     [
         (torch.tensor(3), TypeError, "counts must hold one number per micro-batch"),
-        (iter([]), ValueError, r"got <list_iterator .*, which gives none"),
+        (iter([]), ValueError, r"one number per micro-batch, got none"),
         ([1, 2**63], ValueError, r"counts\[1\] must be an int64, got 9223372036854775808"),
         ({"a": [1]}, TypeError, r"counts\[0\] must be an integer, got str"),
         ([torch.ones(0, dtype=torch.int64)], TypeError, r"counts\[0\] must be an integer, got"),
@@ -72,7 +72,7 @@ def test_what_is_no_sum():
         out = LossSum(torch.tensor(3.0, dtype=dtype, requires_grad=True), torch.tensor(2))
         wrong.append((out, f"must be float32 or float64, got {dtype}"))
     for out, words in wrong:
-        for call in (LossAccumulator().backward, LossAccumulator().add, LossAccumulator().scale):
+        for call in (LossAccumulator().backward, LossMeter().update, LossAccumulator().scale):
             with pytest.raises(TypeError, match=words):
                 call(out)
     LossAccumulator().backward((output.loss * 5, torch.tensor(5)))
@@ -88,7 +88,7 @@ def test_a_sum_that_was_divided_is_refused(part, monitor):
     out = part(fused_ce(hidden, new_weight(), labels, monitor=monitor))
     with pytest.raises(ValueError, match=r"out was multiplied or divided.*token_weight="):
         LossAccumulator().backward(out)
-    LossAccumulator().add(out)  # of what is only reported, a part may be asked for
+    LossMeter().update(out)  # of what is only reported, a part may be asked for
 
 
 def nll(hidden, weight, labels, reduction="mean"):
@@ -144,7 +144,7 @@ def test_what_may_be_a_sum_is_taken(loss):
 def test_a_loss_without_a_graph_is_not_trained():
     with torch.no_grad():
         out = a_loss(3)
-    with pytest.raises(RuntimeError, match=r"out must require grad.*evaluation is acc.add\(out\)"):
+    with pytest.raises(RuntimeError, match=r"out must require grad.*evaluation is .*LossMeter"):
         LossAccumulator().backward(out)
 
 
@@ -166,14 +166,14 @@ def test_auxiliary_losses():
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (lambda m, o: o, "parameters: .*got SGD"),
-        (lambda m, o: o.param_groups, "parameters: .*param_groups.*it holds dict"),
+        (lambda m, o: o, "parameters must be .*got SGD"),
+        (lambda m, o: o.param_groups, "parameters must be .*param_groups.*it holds dict"),
         (
             lambda m, o: m.named_parameters(),
-            r"parameters: .*not named_parameters\(\).*it holds tuple",
+            r"parameters must be .*not named_parameters\(\).*it holds \(",
         ),
-        (lambda m, o: m.state_dict(), "parameters: .*not .*a state_dict.*it holds str"),
-        (lambda m, o: m, r"parameters: .*model.parameters\(\).*, got Linear"),
+        (lambda m, o: m.state_dict(), "parameters must be .*not .*a state_dict.*it holds str"),
+        (lambda m, o: m, r"parameters must be .*model.parameters\(\).*, got Linear"),
     ],
 )
 def test_finish_says_what_it_needs(wrong, words):

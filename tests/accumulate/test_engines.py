@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, default_collate
 
-from fusedce import LossAccumulator, fused_ce
+from fusedce import LossAccumulator, LossMeter, fused_ce
 
 
 def no_sync(model, last):
@@ -29,7 +29,7 @@ def no_sync(model, last):
 
 def ddp(silent, streaming, rank):
     model = DistributedDataParallel(parallel.Model())
-    return train(model, LossAccumulator(), rank, streaming, silent=silent)
+    return train(model, LossAccumulator(model), rank, streaming, silent=silent)
 
 
 @contextlib.contextmanager
@@ -43,7 +43,7 @@ def fsdp(reduction, silent, streaming, rank):
     if reduction == "sum":
         model.set_gradient_divide_factor(1.0)
         model.set_force_sum_reduction_for_comms(True)  # gloo has no multiply-and-sum
-    acc = LossAccumulator(grad_reduction=reduction)
+    acc = LossAccumulator(model, grad_reduction=reduction)
     return train(model, acc, rank, streaming, silent=silent)
 
 
@@ -53,13 +53,13 @@ def accelerate_streaming(rank):
     model = parallel.Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=parallel.LEARNING_RATE)
     model, optimizer = engine.prepare(model, optimizer)
-    acc = LossAccumulator.from_accelerator(engine)
+    acc = LossAccumulator.from_accelerator(engine, model)
     grads = []
     for hidden, labels in loader(engine):
         with engine.accumulate(model):
             acc.backward(model(hidden, labels))
             if engine.sync_gradients:
-                acc.finish(model.parameters())
+                acc.finish()
                 grads.append([p.grad.clone() for p in model.parameters()])
             optimizer.step()
             optimizer.zero_grad()
@@ -70,7 +70,9 @@ def accelerate_window(rank):
     """Micro-batches are drawn first: `accumulate` would take each of the last ones for an end."""
     engine = accelerator(rank, gradient_accumulation_steps=3)
     model = engine.prepare(parallel.Model())
-    return train(model, LossAccumulator.from_accelerator(engine), rank, False, silent=no_sync)
+    return train(
+        model, LossAccumulator.from_accelerator(engine, model), rank, False, silent=no_sync
+    )
 
 
 def loader(engine):
@@ -166,12 +168,12 @@ def test_samples_that_fill_up_are_counted_once(rank):
     """Seven samples for two ranks in batches of two: accelerate repeats one."""
     engine, weight = accelerator(rank), new_weight().detach()
     for masked in (True, False):
-        acc = LossAccumulator.from_accelerator(engine)
+        acc, meter = LossAccumulator.from_accelerator(engine), LossMeter()
         for batch in engine.prepare(DataLoader(samples(), batch_size=2)):
             if masked:
                 batch = acc.without_repeats(batch)
-            acc.add(fused_ce(batch["hidden"], weight, batch["labels"]))
-        metrics = acc.metrics()
+            meter.update(fused_ce(batch["hidden"], weight, batch["labels"]))
+        metrics = meter.compute()
         if masked:
             rows = default_collate(samples())
             exact = float(fused_ce(rows["hidden"], weight, rows["labels"]).mean())

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from support import parallel, ranks
 from support.bounds import SAME_SUMS
 from support.engines import train
-from support.loops import H, V, a_loss, distance, windowed
+from support.loops import H, V, batches, distance, new_weight, run_window, windowed
 from support.versions import FSDP2_MEAN
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -50,15 +50,15 @@ def test_context_parallel_slices_are_all_counted(rank):
     ]
     for reduction, streaming in (("mean", False), ("sum", True)):
         model = parallel.Model()
-        acc = LossAccumulator.from_mesh(mesh, ["dp", "cp"], grad_reduction=reduction)
+        acc = LossAccumulator.from_mesh(mesh, ["dp", "cp"], model, grad_reduction=reduction)
         with contextlib.nullcontext() if streaming else acc.window([count(y) for _, y in micro]):
             for one in micro:
                 acc.backward(model(*one))
+        if streaming:
+            acc.finish()
         for p in model.parameters():
             dist.all_reduce(p.grad)
             p.grad /= 4 if reduction == "mean" else 1
-        if streaming:
-            acc.finish(model.parameters())
         for p, q in zip(model.parameters(), exact.parameters(), strict=True):
             assert distance(p.grad, q.grad) <= SAME_SUMS
         assert acc.metrics()["n_tokens"] == out.n_valid
@@ -93,18 +93,19 @@ def test_meshes(rank):
     flat = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     flat["dp", "cp"]._flatten("tokens_of_all")
     dp, tp = divmod(rank, 2)
-    for acc, tokens in (
-        (LossAccumulator.from_mesh(mesh, "dp"), (tp + 1) + (tp + 3)),
-        (LossAccumulator.from_mesh(mesh, ["tp", "dp"]), 1 + 2 + 3 + 4),
-        (LossAccumulator.from_mesh(mesh, []), rank + 1),
-        (LossAccumulator(mesh["tp"]), (2 * dp + 1) + (2 * dp + 2)),
-        (LossAccumulator.from_mesh(mesh, ["dp", "tp"]), 10),  # the same group again
-        (LossAccumulator.from_mesh(flat, "tokens_of_all"), 10),
+    for make, tokens in (
+        (lambda: LossAccumulator.from_mesh(mesh, "dp"), (tp + 1) + (tp + 3)),
+        (lambda: LossAccumulator.from_mesh(mesh, ["tp", "dp"]), 1 + 2 + 3 + 4),
+        (lambda: LossAccumulator.from_mesh(mesh, []), rank + 1),
+        (lambda: LossAccumulator(process_group=mesh["tp"]), (2 * dp + 1) + (2 * dp + 2)),
+        (lambda: LossAccumulator.from_mesh(mesh, ["dp", "tp"]), 10),  # the same group again
+        (lambda: LossAccumulator.from_mesh(flat, "tokens_of_all"), 10),
     ):
-        acc.add(a_loss(rank + 1))
+        acc = make()
+        run_window(acc, new_weight(), batches([rank + 1]))
         assert acc.metrics()["n_tokens"] == tokens
     with pytest.raises(ValueError, match="must be a one-dimensional DeviceMesh, got 2"):
-        LossAccumulator(mesh)
+        LossAccumulator(process_group=mesh)
     with pytest.raises(ValueError, match=r"must name dimensions of the mesh \('dp', 'tp'\)"):
         LossAccumulator.from_mesh(mesh, ["cp"])
     with pytest.raises(ValueError, match="token_dims must name dimensions of the mesh"):
@@ -115,11 +116,11 @@ def test_meshes(rank):
 def test_replicas_of_a_pipeline(rank):
     """2 x 2: the denominator counts the last stages of both replicas once."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    acc = LossAccumulator.from_mesh(mesh, "dp", pipeline_dim="pp")
     n, pp = (3, 5)[mesh.get_local_rank("dp")], mesh.get_local_rank("pp")
     module = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(module.weight)
     model = DistributedDataParallel(module, process_group=mesh["dp"].get_group())
+    acc = LossAccumulator.from_mesh(mesh, "dp", model, pipeline_dim="pp")
 
     def loop():
         if pp:
@@ -130,7 +131,7 @@ def test_replicas_of_a_pipeline(rank):
         if streaming and not pp:
             # The last stage sends a gradient averaged over "dp" and divided by its estimate.
             module.weight.grad = torch.full((1, 1), 8.0 / (2 * STREAMED))
-        windowed(acc, streaming, model.parameters(), [n] if pp else (), loop)
+        windowed(acc, streaming, None, [n] if pp else (), loop)
         if pp or streaming:
             assert float(module.weight.grad) == pytest.approx(1.0)
         else:
@@ -149,8 +150,7 @@ def tensor_parallel(streaming, rank):
         distribute_tensor(model.head.weight.detach(), mesh["tp"], [Shard(0)])
     )
     fully_shard(model, mesh=mesh["dp"])
-    acc = LossAccumulator.from_mesh(mesh, "dp")
-    acc.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    acc = LossAccumulator.from_mesh(mesh, "dp", model)
     return train(model, acc, mesh.get_local_rank("dp"), streaming)
 
 

@@ -20,9 +20,8 @@ from support.loops import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedce import LossAccumulator, fused_ce
+from fusedce import LossAccumulator, LossMeter, fused_ce
 from fusedce.accumulate.exchange import LENGTH
-from fusedce.accumulate.guard import _OPEN
 from fusedce.agreement import ALL_GATHER
 
 on_two_ranks = ranks.together()
@@ -35,6 +34,7 @@ def test_empty_is_a_matter_of_all_ranks(rank):
     with LossAccumulator(on_empty="raise").window([rank]) as acc:
         acc.backward(a_loss(rank))
     assert acc.metrics()["n_tokens"] == 1
+    del acc
     skip = LossAccumulator(on_empty="skip")
     for n, steps in ((0, False), (rank, True)):  # with tokens on rank 1 only, both step
         with skip.window([n]):
@@ -59,8 +59,8 @@ def test_the_collectives_are_those_of_the_docstring(rank):
     calls, names = [], ("all_reduce", "broadcast", "all_gather", "reduce", "barrier", ALL_GATHER)
     groups = dist.distributed_c10d._world.pg_map
     backend, _ = groups[dist.group.WORLD]
-    LossAccumulator().metrics()  # makes the group
-    weight, acc = new_weight(), LossAccumulator()
+    LossMeter().compute()  # makes the group
+    weight, acc, meter = new_weight(), LossAccumulator(), LossMeter()
 
     def spy(name, original, *args, **kwargs):
         x = args[1] if name == ALL_GATHER else args[0]
@@ -84,8 +84,10 @@ def test_the_collectives_are_those_of_the_docstring(rank):
         (lambda: acc.load_state_dict(acc.state_dict()), 0),
         (stream, 1),
         (lambda: acc.metrics(reset=True), 0),
-        (lambda: acc.add(a_loss(3)), 0),
-        (lambda: acc.metrics(reset=True), 1),
+        (acc.metrics, 0),
+        (lambda: meter.update(a_loss(3)), 0),
+        (meter.state_dict, 0),
+        (meter.compute, 1),
         (micro_batches, 0),
         (lambda: acc.finish([weight]), 1),
     ]
@@ -124,7 +126,7 @@ def test_what_losses_carry_is_in_the_metrics(rank):
     weight.grad = None
     acc.backward(loss(micro[rank][2]))
     acc.finish([weight])
-    found, again = acc.metrics(), LossAccumulator()
+    found, again = acc.metrics(), LossAccumulator(name="again")
     again.load_state_dict(acc.state_dict())
     assert again.metrics() == found
     hidden, labels = (torch.cat(x) for x in zip(*micro[0], *micro[1], strict=True))
@@ -167,36 +169,22 @@ def test_opening_a_window_waits_for_nobody(rank):
 @on_two_ranks
 def test_ranks_of_ddp_may_stream_different_numbers_of_micro_batches(rank):
     """DDP waits for the other rank in the last backward alone."""
-    model, acc = DistributedDataParallel(parallel.Model()), LossAccumulator()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    acc.guard(optimizer, model)
+    model = DistributedDataParallel(parallel.Model())
+    acc = LossAccumulator(model)
     for window in range(2):
         *others, last = parallel.micro_batches(window, rank)[: 2 - rank]
         for one in others:
             with model.no_sync():
                 acc.backward(model(*one))
         acc.backward(model(*last))
-        acc.finish(model.parameters())
+        acc.finish()
         same = parallel.Model()
         sum(
             same(*one) for r in range(2) for one in parallel.micro_batches(window, r)[: 2 - r]
         ).mean().backward()
         for p, exact in zip(model.parameters(), same.parameters(), strict=True):
             assert distance(p.grad, exact.grad) <= SAME_SUMS
-        optimizer.zero_grad()
-
-
-def open_windows(rank):
-    return len(_OPEN)
-
-
-def test_a_forked_process_has_no_open_window_of_its_parent():
-    """Its gradients would count as another accumulator's."""
-    acc = LossAccumulator()
-    acc.backward(a_loss(3))
-    assert open_windows(0) > 0
-    assert ranks.shared({"open": open_windows})("open") == [0, 0]
-    acc.discard_window()
+        model.zero_grad()
 
 
 @ranks.together(timeout=4)

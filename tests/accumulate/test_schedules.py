@@ -19,7 +19,7 @@ from support.loops import (
     weight_and_grad,
 )
 
-from fusedce import LossAccumulator, fused_ce
+from fusedce import LossAccumulator, LossMeter, fused_ce
 
 FIRST = int(os.environ.get("FUSEDCE_SEED", "0"))
 # Numbers of schedules: 500 and 200 take a minute on two cores.
@@ -37,7 +37,8 @@ def random_schedule(seed, rank):
     """
     rng, world = random.Random(seed), dist.get_world_size()
     reduction = rng.choice(["mean", "sum"])
-    acc = LossAccumulator(grad_reduction=reduction)
+    weight = new_weight()
+    acc = LossAccumulator([weight], grad_reduction=reduction)
     found = []
     for window in range(rng.randint(1, 4)):
         streaming, M = rng.random() < 0.5, rng.randint(1, 3)
@@ -45,7 +46,7 @@ def random_schedule(seed, rank):
         failing, where = rng.choice([None, *range(world)]), rng.randrange(M)
         kind = rng.choice(["before", "backward", "count", "more", "fewer", "elsewhere"])
         parts = [batches(sizes[r], 1000 * seed + 10 * window + r) for r in range(world)]
-        weight, fails = new_weight(), failing == rank
+        weight.grad, fails = None, failing == rank
         error, seconds = ranks.timed(
             one_window, acc, weight, parts[rank], streaming, fails and kind, where
         )
@@ -73,11 +74,11 @@ def one_window(acc, weight, micro, streaming, failure, where):
         counts[where] += 1
     micro = other_number(micro, failure)
     if failure == "elsewhere":
-        acc.metrics() if not acc.state_dict()["n_windows"] else acc.finish([weight])
+        LossMeter().compute() if not acc.metrics()["n_windows"] else acc.finish()
     if streaming:
         with contextlib.suppress(ZeroDivisionError, ValueError):
             run(acc, weight, micro, failure, where)
-        acc.finish([weight])
+        acc.finish()
     else:
         with acc.window(counts):
             run(acc, weight, micro, failure, where)

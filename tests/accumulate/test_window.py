@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bounds import EXACT, SAME_SUMS, STATISTIC
@@ -25,8 +26,7 @@ from support.loops import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from fusedce import LossAccumulator, count_valid, fused_ce
-from fusedce.accumulate import exchange as _exchange
+from fusedce import LossAccumulator, LossMeter, LossSum, count_valid, fused_ce
 
 WAYS = pytest.mark.parametrize("streaming", [False, True], ids=["window", "streaming"])
 RUNS = pytest.mark.parametrize("run", [run_window, run_streaming])
@@ -68,8 +68,8 @@ def test_any_split_is_the_big_batch(run, windows):
 
 
 @RUNS
-def test_nothing_waits_for_the_device_until_metrics_are_read(run, monkeypatch):
-    """Nothing reads a tensor's value: the test double reports reads, which on a GPU would wait."""
+def test_the_host_reads_a_windows_numbers_at_its_end_alone(run, monkeypatch):
+    """The test double reports reads of values, each of which on a GPU would wait."""
     looks = []
     for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy"):
         original = getattr(torch.Tensor, name)
@@ -79,27 +79,26 @@ def test_nothing_waits_for_the_device_until_metrics_are_read(run, monkeypatch):
             return _original(self, *args, **kwargs)
 
         monkeypatch.setattr(torch.Tensor, name, look)
-    monkeypatch.setattr(_exchange, "readable", lambda device: False)
     weight, micro = new_weight(), batches([4, 0, 9])
     outs = [((h @ weight.T).sum(), (y != -100).sum()) for h, y in micro]  # these read no count
-    counts = [count_valid(y, offset=0) for _, y in micro]
+    counts = [int(count_valid(y, offset=0)) for _, y in micro]
+    acc, meter = LossAccumulator([weight]), LossMeter()
+
+    def loop():
+        for out in outs:
+            acc.backward(out)
+            looks.clear() if out is outs[0] else None  # the message of the window's opening
+        assert looks == []
+
+    windowed(acc, run is run_streaming, None, counts, loop)
+    assert looks
     looks.clear()
-    acc = LossAccumulator()
-    for _ in range(2):
-        weight.grad = None
-        windowed(
-            acc, run is run_streaming, weight, counts,
-            lambda: sum(acc.scale(out) for out in outs).backward(retain_graph=True),
-        )  # fmt: skip
-    evaluation = LossAccumulator()
-    evaluation.add(outs[0])
+    meter.update(outs[0])
     assert looks == []
-    assert acc.metrics()["n_tokens"] == 2 * 13
-    assert evaluation.metrics()["n_tokens"] == 4
-    assert looks  # the test double reports reads
-    looks.clear()
-    LossAccumulator(on_empty="skip").window(counts).__enter__()
-    assert looks  # documented: this choice reads the count
+    assert acc.metrics()["n_tokens"] == 13
+    assert looks == []
+    assert meter.compute()["n_tokens"] == 4
+    assert looks
 
 
 def test_on_empty():
@@ -115,32 +114,6 @@ def test_on_empty():
             assert (weight.grad is None) == (not sizes[0] and run is run_streaming)
     run_streaming(LossAccumulator(), weight, batches([0, 0]))
     torch.testing.assert_close(weight.grad, torch.zeros(V, 8), **EXACT)
-
-
-@RUNS
-def test_training_and_evaluation_are_not_mixed(run):
-    acc, weight = LossAccumulator(), new_weight()
-    assert math.isnan(acc.metrics()["loss"])  # of nothing yet
-    run(acc, weight, batches([3, 5]))
-    with pytest.raises(RuntimeError, match=r"add: the metrics hold 1 training windows .*reset="):
-        acc.add(a_loss(2))
-    training = acc.metrics(reset=True)
-    acc.add(a_loss(2))
-    evaluation = acc.metrics()
-    loaded = LossAccumulator()
-    loaded.load_state_dict(acc.state_dict())
-    for one in (acc, loaded):
-        with pytest.raises(RuntimeError, match=r"batches that were added for evaluation"):
-            run(one, weight, batches([3, 5]))
-    assert acc.metrics(reset=True) == loaded.metrics(reset=True) == evaluation
-    with acc.window([3]):
-        with pytest.raises(RuntimeError, match="cannot add evaluation to the metrics: 0 of 1"):
-            acc.add(a_loss(2))
-        acc.backward(a_loss(3, weight))
-    acc.metrics(reset=True)
-    run(acc, weight, batches([3, 5]))
-    assert training["n_tokens"] == acc.metrics()["n_tokens"] == 8
-    assert evaluation["n_tokens"] == 2
 
 
 # ---- micro-batches, and where a window begins and ends ------------------------------------------
@@ -248,23 +221,83 @@ def test_each_loss_counts_once_in_the_order_of_scale(streaming, loop):
     assert acc.metrics()["n_tokens"] == 10
 
 
-@pytest.mark.parametrize("counts", [None, [3, 1], [3]])
-def test_a_loss_differentiated_twice_counts_twice(counts):
-    weight, exact, _ = weight_and_grad(batches([3]))
-    acc = LossAccumulator()
+@WAYS
+def test_a_loss_that_is_differentiated_twice_is_refused(streaming):
+    """Its gradient would count twice, its tokens once."""
+    weight = new_weight()
+    acc = LossAccumulator([weight])
 
     def loop():
         scaled = acc.scale(out_of(weight, batches([3])[0]))
         scaled.backward(retain_graph=True)
         scaled.backward()
 
-    if counts is None:
-        windowed(acc, True, weight, None, loop)
-        assert distance(weight.grad, exact) <= SAME_SUMS  # both of them, over twice the tokens
-        assert acc.metrics()["n_tokens"] == 6
-    else:  # it is named as a cause
-        with pytest.raises(RuntimeError, match=r"differentiated twice .*counts twice"):
-            windowed(acc, False, weight, counts, loop)
+    with pytest.raises(RuntimeError, match=r"differentiated twice .*its tokens once"):
+        windowed(acc, streaming, None, [3], loop)
+
+
+def in_halves(loss, weights):
+    loss.backward(inputs=weights[:1], retain_graph=True)
+    loss.backward(inputs=weights[1:])
+
+
+def as_gradients(loss, weights):
+    for weight, grad in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+        weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+
+
+def probed(loss, weights):
+    torch.autograd.grad(loss, weights, retain_graph=True)
+    loss.backward()
+
+
+def with_a_graph(loss, weights):
+    loss.backward(create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("backward", [in_halves, probed, with_a_graph])
+@WAYS
+def test_every_way_to_differentiate_a_loss_is_right(streaming, backward):
+    """It counts once, when it first changes a gradient."""
+    micro = batches([3, 5])
+    weights = [new_weight(), torch.ones(1, requires_grad=True)]
+    acc = LossAccumulator(weights)
+
+    def loss(one):
+        logits = one[0] @ (weights[0] * weights[1]).T  # fused_ce has no second derivative
+        return LossSum(F.cross_entropy(logits, one[1], reduction="sum"), (one[1] >= 0).sum())
+
+    exact = torch.autograd.grad(sum(loss(one) for one in micro).mean(), weights)
+
+    def loop():
+        for one in micro:
+            backward(acc.scale(loss(one)), weights)
+
+    windowed(acc, streaming, None, [3, 5], loop)
+    for weight, grad in zip(weights, exact, strict=True):
+        assert distance(weight.grad, grad) <= SAME_SUMS
+    assert acc.metrics()["n_tokens"] == 8
+
+
+@WAYS
+def test_gradients_that_are_added_by_hand_need_an_accumulator_that_does_not_watch(streaming):
+    weight, micro = new_weight(), batches([3, 5])
+    _, exact, _ = weight_and_grad(micro)
+    for watch in (False, True):
+        weight.grad = None
+        acc = LossAccumulator([weight], watch=watch)
+
+        def loop(acc=acc):
+            for one in micro:
+                as_gradients(acc.scale(out_of(weight, one)), [weight])
+
+        if watch:
+            with pytest.raises(RuntimeError, match=r"has changed no gradient .*watch=False"):
+                windowed(acc, streaming, None, [3, 5], loop)
+        else:
+            windowed(acc, streaming, None, [3, 5], loop)
+            assert distance(weight.grad, exact) <= SAME_SUMS
 
 
 def test_a_loss_of_a_window_that_was_closed_is_refused():
@@ -279,10 +312,9 @@ def test_a_loss_of_a_window_that_was_closed_is_refused():
 
 
 def test_gradients_of_inputs_alone_are_no_training():
-    """A pipeline runs such a backward to learn shapes."""
-    weight, acc = torch.nn.Parameter(new_weight().detach()), LossAccumulator()
-    hidden, labels = batches([3])[0]
+    weight = new_weight()
+    acc, (hidden, labels) = LossAccumulator([weight]), batches([3])[0]
     hidden.requires_grad_()
     torch.autograd.grad(acc.scale(fused_ce(hidden, weight, labels)), hidden)
-    with pytest.raises(RuntimeError, match="nothing to finish"):
-        acc.finish([weight])
+    with pytest.raises(RuntimeError, match="has changed no gradient"):
+        acc.finish()

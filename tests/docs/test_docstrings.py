@@ -17,7 +17,7 @@ OBJECTS = {
     "audit": fusedce.audit,
     "from_mesh": fusedce.LossAccumulator.from_mesh,
     "from_accelerator": fusedce.LossAccumulator.from_accelerator,
-    "metrics": fusedce.LossAccumulator.metrics,
+    "LossMeter": fusedce.LossMeter,
     "sharded": sharded,
 }
 

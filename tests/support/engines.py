@@ -11,7 +11,7 @@ from support import parallel
 
 
 def train(model, acc, data_rank, streaming, *, silent=None):
-    """Every window of `parallel`, by declared counts or streaming.
+    """Every window of `parallel`, by declared counts or streaming; ``acc`` knows the model.
 
     ``silent(model)``: the engine's context (or switch) for micro-batches before the last one.
     """
@@ -27,7 +27,7 @@ def train(model, acc, data_rank, streaming, *, silent=None):
                 with silent(model, last) if silent else contextlib.nullcontext():
                     acc.backward(model(hidden, labels))
         if streaming:
-            acc.finish(model.parameters())
+            acc.finish()
         grads.append([parallel.whole(p.grad) for p in model.parameters()])
         optimizer.step()
     return grads, [parallel.whole(p) for p in model.parameters()], acc.metrics()

@@ -83,7 +83,10 @@ def out_of(weight, one, fails=False):
 
 
 def windowed(acc, streaming, trained, sizes, loop):
-    """A window of micro-batches of ``sizes`` tokens, in which ``loop`` trains these tensors."""
+    """A window of micro-batches of ``sizes`` tokens, in which ``loop`` trains these tensors.
+
+    ``None``: those that the accumulator was given.
+    """
     if streaming:
         loop()
         acc.finish([trained] if isinstance(trained, torch.Tensor) else trained)

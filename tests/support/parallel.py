@@ -40,10 +40,10 @@ def micro_batches(window, rank):
     return found
 
 
-def single_process(ranks):
+def single_process(ranks, rate=LEARNING_RATE):
     """Gradients of each window, parameters after it, and ``(loss per token, tokens)``."""
     model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     grads, total, tokens = [], 0.0, 0
     for window in range(len(WINDOWS)):
         optimizer.zero_grad()

@@ -314,10 +314,10 @@ def test_repeated_samples_of_an_evaluation_are_counted_once(shifted, tmp_path):
             model=sharpened(), args=arguments(tmp_path, per_device_eval_batch_size=2),
             eval_dataset=Dataset(7), data_collator=collate,
         )  # fmt: skip
-        seen, add = [], fusedce.LossAccumulator.add
+        seen, add = [], fusedce.LossMeter.update
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             count = lambda acc, out: (seen.append(int(out[1])), add(acc, out))[1]  # noqa: E731
-            patch.setattr(fusedce.LossAccumulator, "add", count)
+            patch.setattr(fusedce.LossMeter, "update", count)
             warnings.simplefilter("error", UserWarning)
             return trainer.evaluate()["eval_loss"], sum(seen)
 

@@ -39,10 +39,11 @@ def check(model, acc, world):
 
 
 def test_model_loss_is_the_sum_over_the_count():
-    model, acc = replace_loss_head(llama()), LossAccumulator()
+    model = replace_loss_head(llama())
+    acc = LossAccumulator(model)
     for batch in micro_batches(0):
         acc.backward(model_loss(model, batch))
-    acc.finish(model.parameters())
+    acc.finish()
     check(model, acc, 1)
 
 
@@ -50,15 +51,14 @@ def test_model_loss_is_the_sum_over_the_count():
 def test_two_ranks_of_accelerate(rank):
     engine = accelerator(rank)
     model = replace_loss_head(llama())
-    model, optimizer = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    acc = LossAccumulator.from_accelerator(engine)
-    acc.guard(optimizer, model)
+    model = engine.prepare(model)
+    acc = LossAccumulator.from_accelerator(engine, model)
     *others, last = micro_batches(rank)
     for batch in others:
         with engine.no_sync(model):
             acc.backward(model_loss(model, batch))
     acc.backward(model_loss(model, last))
-    acc.finish(model.parameters())
+    acc.finish()
     check(model, acc, 2)
 
 

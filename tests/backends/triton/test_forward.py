@@ -80,16 +80,16 @@ def test_a_token_has_the_same_bits_in_every_batch(place, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("cuts", [[], [1], [33, 34, 90], [50, 100]])
 def test_the_sum_does_not_depend_on_the_calls(place, cuts):
-    """Token losses are added in fp64 and rounded once; LossAccumulator adds calls in fp64."""
+    """Token losses are added in fp64 and rounded once; LossMeter adds calls in fp64."""
     hidden, weight, labels = make(place, ignored=0.3)
-    acc = fusedce.LossAccumulator()
+    meter = fusedce.LossMeter()
     edges = [0, *cuts, len(labels)]
     for begin, end in pairwise(edges):
         part = slice(begin, end)
         loss, n_valid, _ = one_pass(hidden[part], weight, labels[part])
-        acc.add((loss, n_valid))
+        meter.update((loss, n_valid))
     whole, n_valid, _ = one_pass(hidden, weight, labels)
-    m = acc.metrics()
+    m = meter.compute()
     assert m["n_tokens"] == n_valid
     together = torch.tensor(m["loss"] * m["n_tokens"], dtype=torch.float32)
     ulp = torch.nextafter(whole.cpu(), torch.tensor(torch.inf)) - whole.cpu()

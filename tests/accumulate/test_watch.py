@@ -1,0 +1,575 @@
+"""What loops do to the gradients of an accumulator's model: mistakes are named, right code is not.
+
+Each case runs with declared counts and streaming; after a mistake the next window is right.
+"""
+
+import copy
+import gc
+import weakref
+
+import accelerate
+import pytest
+import torch
+from support.bounds import SAME_SUMS
+from support.loops import (
+    H,
+    V,
+    a_loss,
+    batches,
+    distance,
+    new_weight,
+    out_of,
+    weight_and_grad,
+    windowed,
+)
+from support.operators import Calls
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fusedce import LossAccumulator, fused_ce
+
+WAYS = pytest.mark.parametrize("streaming", [False, True], ids=["window", "streaming"])
+SIZES = [3, 50]
+
+
+class Model(nn.Sequential):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(H, H), nn.Linear(H, V, bias=False))
+
+
+def loss_of(model, one):
+    return fused_ce(model[0](one[0]), model[1].weight, one[1])
+
+
+def step(acc, model, streaming, between=lambda: None, last=lambda: None, trained=None):
+    """One window of two micro-batches; ``between`` runs after the first, ``last`` at the end."""
+
+    def loop():
+        for i, one in enumerate(batches(SIZES)):
+            acc.backward(loss_of(model, one))
+            (last if i else between)()
+
+    windowed(acc, streaming, trained, SIZES, loop)
+
+
+def exact_of(model, extra=lambda model: 0):
+    same = copy.deepcopy(model)
+    out = sum(loss_of(same, one) for one in batches(SIZES))
+    return torch.autograd.grad(out.mean() + extra(same), list(same.parameters()))
+
+
+def assert_exact(model, extra=lambda model: 0):
+    for p, grad in zip(model.parameters(), exact_of(model, extra), strict=True):
+        assert distance(p.grad, grad) <= SAME_SUMS
+
+
+def sgd(model, lr=0.0):
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def watched(**options):
+    model = Model()
+    return model, LossAccumulator(model, **options)
+
+
+def regularise(model):
+    model[1].weight.square().mean().backward()
+
+
+def clip(model, to=0.01):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), to)
+
+
+# ---- mistakes -----------------------------------------------------------------------------------
+
+ZEROED = r"zero_grad\(\) was called inside a window"
+WRITTEN = "gradients were changed inside a window by something else"
+LATE = r"changed between the last micro-batch and finish\(\)"
+LEFT = r"zero_grad\(\) is missing after optimizer.step\(\)"
+BOTH, DECLARED, STREAMING = (False, True), (False,), (True,)
+
+
+def during(at, act):
+    return lambda acc, model, streaming: step(acc, model, streaming, **{at: lambda: act(model)})
+
+
+def never_zeroed(steps):
+    def loop(acc, model, streaming):
+        for _ in range(2):
+            step(acc, model, streaming)
+            if steps:
+                clip(model, 1.0)
+                sgd(model).step()
+
+    return loop
+
+
+def left_by_an_expert(acc, model, streaming):
+    """It takes no part in the first window, and its gradient comes before the second."""
+    for _ in range(2):
+        step(acc, model, streaming)
+        model.zero_grad()
+        model[0].bias.grad = torch.ones(H)
+
+
+def before(acc, model, streaming):
+    regularise(model)
+    step(acc, model, streaming)
+
+
+def set_to_none(model):
+    model.zero_grad(set_to_none=True)
+
+
+def zeros(model):
+    model.zero_grad(set_to_none=False)
+
+
+def zero_a_part(model):
+    torch.optim.SGD(model[1].parameters()).zero_grad()
+
+
+def freeze(model):
+    model[0].requires_grad_(False)
+
+
+def unfreeze(acc, model, streaming):
+    model[0].requires_grad_(False)
+    try:
+        step(acc, model, streaming, between=lambda: model[0].requires_grad_(True))
+    finally:
+        model[0].requires_grad_(True)
+
+
+def value_head(at):
+    """A value head's own backward reaches the body."""
+
+    def loop(acc, model, streaming):
+        head, x = torch.nn.Linear(H, 1), torch.ones(2, H)
+        step(acc, model, streaming, **{at: lambda: head(model[0](x)).square().mean().backward()})
+
+    return loop
+
+
+def another_model(acc, model, streaming):
+    """Two models take turns, and one was given."""
+    models = model, Model()
+
+    def loop():
+        for one, trained in zip(batches(SIZES), models, strict=True):
+            acc.backward(loss_of(trained, one))
+
+    windowed(acc, streaming, None, SIZES, loop)
+
+
+def a_neighbour(acc, model, streaming):
+    """The bias was not given, and the same optimizer steps it."""
+    bias = torch.nn.Parameter(torch.zeros(V))
+    optimizer = torch.optim.SGD([*model.parameters(), bias], lr=0.0)
+    for _ in range(2):
+
+        def loop():
+            for hidden, labels in batches(SIZES):
+                acc.backward(fused_ce(model[0](hidden), model[1].weight, labels, bias=bias))
+
+        windowed(acc, streaming, None, SIZES, loop)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def steps_inside(acc, model, streaming):
+    step(acc, model, streaming, between=sgd(model).step)
+
+
+# name: the mistake, its error, and in which of the two ways it is one
+MISTAKES = {
+    "never zeroed, stepped": (never_zeroed(True), LEFT, BOTH),
+    "never zeroed, no optimizer of torch": (never_zeroed(False), LEFT, STREAMING),
+    "left by an expert": (left_by_an_expert, r"which finish\(\) would rescale", STREAMING),
+    "a loss before": (before, r"which finish\(\) would rescale", STREAMING),
+    "zeroed": (during("between", zeros), f"{ZEROED}|{WRITTEN}", BOTH),
+    "set to None": (during("between", set_to_none), f"{ZEROED}|{WRITTEN}", BOTH),
+    "zeroed in part": (during("between", zero_a_part), f"{ZEROED}|{WRITTEN}", BOTH),
+    "zeroed at the end": (during("last", zeros), LATE, STREAMING),
+    "None at the end": (during("last", set_to_none), f"{LATE}|{ZEROED}", BOTH),
+    "clipped": (during("between", clip), WRITTEN, BOTH),
+    "clipped before finish": (during("last", clip), LATE, STREAMING),
+    "regularised": (during("between", regularise), WRITTEN, STREAMING),
+    "regularised at the end": (during("last", regularise), LATE, STREAMING),
+    "a value head": (value_head("between"), WRITTEN, STREAMING),
+    "a value head at the end": (value_head("last"), LATE, STREAMING),
+    "frozen inside": (during("between", freeze), "frozen, unfrozen, added or removed", BOTH),
+    "unfrozen inside": (unfreeze, "frozen, unfrozen, added or removed", BOTH),
+    "another model": (another_model, "has changed no gradient of the parameters", BOTH),
+    "a neighbour": (a_neighbour, "was not given, and that the same optimizer steps", STREAMING),
+    "a step": (steps_inside, r"SGD.step\(\) inside an open window: 1 ", BOTH),
+}
+
+
+@pytest.mark.parametrize("given", ["module", "parameters"])
+@pytest.mark.parametrize(
+    ("name", "streaming"), [(name, way) for name, (*_, ways) in MISTAKES.items() for way in ways]
+)
+def test_mistakes_of_a_loop_are_named(name, streaming, given):
+    mistake, words, _ = MISTAKES[name]
+    model = Model()
+    acc = LossAccumulator(model if given == "module" else model.parameters())
+    with pytest.raises(RuntimeError, match=words):
+        mistake(acc, model, streaming)
+    acc.discard_window()
+    model.requires_grad_(True)
+    step(acc, model, streaming)
+    assert_exact(model)
+
+
+# ---- right code ---------------------------------------------------------------------------------
+
+
+def after_a_step(acc, model, streaming, to_none):
+    """Steps and zero_grad between windows, other losses outside of them, kept zeros."""
+    optimizer = sgd(model)
+    for _ in range(3):
+        step(acc, model, streaming)
+        assert_exact(model)
+        regularise(model)
+        clip(model)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+
+
+def two_windows_before_a_step(acc, model, streaming, to_none):
+    """With declared counts a step may be made of two windows."""
+    if streaming:
+        return
+    optimizer = sgd(model)
+    for _ in range(2):
+        for _ in range(2):
+            step(acc, model, streaming)
+        for p, grad in zip(model.parameters(), exact_of(model), strict=True):
+            assert distance(p.grad, 2 * grad) <= SAME_SUMS
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+
+
+def regularised_inside(acc, model, streaming, to_none):
+    """With declared counts other losses may come before, between and after the micro-batches."""
+    if streaming:
+        return
+    for _ in range(2):
+        regularise(model)
+        step(acc, model, streaming, lambda: regularise(model), lambda: regularise(model))
+        assert_exact(model, lambda model: 3 * model[1].weight.square().mean())
+        sgd(model).step()
+        model.zero_grad(set_to_none=to_none)
+
+
+def stepped_inside(acc, model, streaming, to_none):
+    """A step and zero_grad after the last declared micro-batch, inside the block."""
+    optimizer = sgd(model)
+    for _ in range(2):
+        if streaming:
+            step(acc, model, streaming)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+            continue
+        with acc.window(SIZES):
+            for one in batches(SIZES):
+                acc.backward(loss_of(model, one))
+            assert_exact(model)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+
+
+def an_expert_that_comes_later(acc, model, streaming, to_none):
+    """The body takes part in the second micro-batch alone."""
+
+    def loop():
+        hidden = [batches(SIZES)[0][0], model[0](batches(SIZES)[1][0])]
+        for h, (_, labels) in zip(hidden, batches(SIZES), strict=True):
+            acc.backward(fused_ce(h, model[1].weight, labels))
+
+    for _ in range(2):
+        windowed(acc, streaming, None, SIZES, loop)
+        sgd(model).step()
+        model.zero_grad(set_to_none=to_none)
+
+
+def unfrozen_between_windows(acc, model, streaming, to_none):
+    model[0].requires_grad_(False)
+    step(acc, model, streaming)
+    assert model[0].weight.grad is None
+    model.zero_grad(set_to_none=to_none)
+    model[0].requires_grad_(True)
+    step(acc, model, streaming)
+    assert_exact(model)
+
+
+def dropped_and_tried_again(acc, model, streaming, to_none):
+    def fail():
+        raise KeyError("labels")
+
+    with pytest.raises(KeyError):
+        step(acc, model, streaming, between=fail)
+    acc.discard_window()
+    step(acc, model, streaming)
+    assert_exact(model)
+
+
+RIGHT = [
+    after_a_step, two_windows_before_a_step, regularised_inside, stepped_inside,
+    an_expert_that_comes_later, unfrozen_between_windows, dropped_and_tried_again,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("case", RIGHT)
+@WAYS
+def test_right_code_is_right(streaming, case, to_none):
+    model, acc = watched()
+    case(acc, model, streaming, to_none)
+
+
+@WAYS
+def test_a_plain_tensor_may_be_a_parameter(streaming):
+    weight, micro = new_weight(), batches(SIZES)
+    acc, (_, exact, _) = LossAccumulator([weight]), weight_and_grad(micro)
+
+    def loop(between=lambda: None):
+        for one in micro:
+            acc.backward(out_of(weight, one))
+            between()
+
+    windowed(acc, streaming, None, SIZES, loop)
+    assert distance(weight.grad, exact) <= SAME_SUMS
+    weight.grad = None
+    with pytest.raises(RuntimeError, match=rf"{WRITTEN}|{LATE}"):
+        windowed(acc, streaming, None, SIZES, lambda: loop(lambda: weight.grad.zero_()))
+
+
+@WAYS
+def test_main_gradients_kept_elsewhere_need_watch_false(streaming):
+    """A loop that moves each bf16 gradient into an fp32 one."""
+    micro, (weight, exact, _) = batches(SIZES), weight_and_grad(batches(SIZES))
+    main = torch.zeros_like(weight)
+    acc = LossAccumulator([weight], watch=False)
+
+    def loop():
+        for one in micro:
+            acc.backward(out_of(weight, one))
+            main.add_(weight.grad)
+            weight.grad = None
+        weight.grad = main
+
+    windowed(acc, streaming, None, SIZES, loop)
+    assert distance(main, exact) <= SAME_SUMS
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_optimizer_that_steps_inside_the_last_backward(n):
+    """With declared counts its gradients are what they will be; before, and streaming, not."""
+    micro = batches([3, 2][:n])
+    weight, exact, _ = weight_and_grad(micro)
+    start = weight.detach().clone()
+    optimizer, acc = torch.optim.SGD([weight], lr=0.1), LossAccumulator([weight])
+
+    def step_and_zero(p):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def loop():
+        for i, one in enumerate(micro):
+            if i == n - 1:
+                hook = weight.register_post_accumulate_grad_hook(step_and_zero)
+            acc.backward(out_of(weight, one))
+        hook.remove()
+
+    for _ in range(2):
+        with acc.window([3, 2][:n]):
+            loop()
+        torch.testing.assert_close(weight.detach(), start - 0.1 * exact)
+        weight.data.copy_(start)
+    for streaming in (True, False):
+        words = r"SGD.step\(\) inside an open window: a backward is still running"
+        with pytest.raises(RuntimeError, match=words):
+            windowed(acc, streaming, None, [3, 2, 2][: n + 1], loop)
+        acc.discard_window()
+        weight._post_accumulate_grad_hooks.clear()
+        weight.grad = None
+
+
+def test_finish_is_told_or_knows_its_parameters():
+    model, acc = watched()
+    acc.backward(loss_of(model, batches([4])[0]))
+    with pytest.raises(TypeError, match=r"finish\(\) takes no parameters"):
+        acc.finish(model.parameters())
+    acc.finish()
+    acc = LossAccumulator()
+    acc.backward(a_loss(4))
+    with pytest.raises(TypeError, match=r"finish\(parameters\) needs the parameters"):
+        acc.finish()
+
+
+@pytest.mark.parametrize("watch", [True, False])
+def test_dropping_a_window_drops_the_gradients_of_a_given_model(watch):
+    model, acc = watched(watch=watch)
+    acc.backward(loss_of(model, batches([4])[0]))
+    acc.discard_window()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_accumulator_is_copied_with_its_model():
+    model, acc = watched()
+    pair = copy.deepcopy({"model": model, "acc": acc})
+    step(pair["acc"], pair["model"], True)
+    assert_exact(pair["model"])
+    assert model[0].weight.grad is None
+
+
+# ---- factors ------------------------------------------------------------------------------------
+
+
+def scaled(acc, streaming, weight, backward):
+    """The gradient of a window whose scaled losses are differentiated by ``backward``."""
+
+    def loop():
+        for one in batches([3, 5]):
+            backward(acc.scale(out_of(weight, one)))
+
+    windowed(acc, streaming, None, [3, 5], loop)
+    assert acc.metrics()["n_tokens"] == 8
+    return weight.grad
+
+
+def error_of_exact(grad):
+    return distance(grad, weight_and_grad(batches([3, 5]))[1])
+
+
+@pytest.mark.parametrize("factor", [0.25, 2.0, 1 / 3, 100.0, 8.0])
+@WAYS
+def test_a_factor_after_scale_is_named(streaming, factor):
+    weight = new_weight()
+    with pytest.raises(RuntimeError, match=rf"multiplied by {factor:g} after scale\(\)"):
+        scaled(
+            LossAccumulator([weight]), streaming, weight, lambda loss: (loss * factor).backward()
+        )
+
+
+@WAYS
+def test_accelerates_division_is_named_unless_the_accumulator_was_told(streaming):
+    engine, weight = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4), new_weight()
+    with pytest.raises(RuntimeError, match=r"multiplied by 0.25 after scale\(\)"):
+        scaled(LossAccumulator([weight]), streaming, weight, engine.backward)
+    for acc in (
+        LossAccumulator([weight], backward_divisor=4),
+        LossAccumulator.from_accelerator(engine, [weight]),
+    ):
+        weight.grad = None
+        assert error_of_exact(scaled(acc, streaming, weight, engine.backward)) <= SAME_SUMS
+
+
+@pytest.mark.parametrize("init_scale", [1024.0, 1000.0, 1.0])
+@pytest.mark.parametrize("by_hand", [True, False])
+@WAYS
+def test_the_scale_of_a_grad_scaler_that_was_given(streaming, by_hand, init_scale):
+    """Its update may come inside the block, and every window may have another scale."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=1)
+    weight = new_weight()
+    optimizer, acc = (
+        torch.optim.SGD([weight], lr=0.0),
+        LossAccumulator([weight], grad_scaler=scaler),
+    )
+
+    def loop():
+        for one in batches([3, 5]):
+            if by_hand:
+                scaler.scale(acc.scale(out_of(weight, one))).backward()
+            else:
+                acc.backward(out_of(weight, one))
+        if not streaming:
+            end()
+
+    def end():
+        scaler.unscale_(optimizer)
+        assert error_of_exact(weight.grad) <= SAME_SUMS
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        windowed(acc, streaming, None, [3, 5], loop)
+        if streaming:
+            end()
+    assert scaler.get_scale() == 4 * init_scale
+
+
+@WAYS
+def test_a_loss_scale_of_some_micro_batches_alone_is_refused(streaming):
+    scaler, weight = torch.amp.GradScaler("cpu"), new_weight()
+    acc, scales = LossAccumulator([weight], grad_scaler=scaler), iter((True, False))
+    with pytest.raises(RuntimeError, match=r"multiplied by 1 after scale\(\), other losses"):
+        scaled(
+            acc, streaming, weight,
+            lambda loss: (scaler.scale(loss) if next(scales) else loss).backward(),
+        )  # fmt: skip
+
+
+# ---- costs --------------------------------------------------------------------------------------
+
+
+def test_windows_leave_no_hooks_and_accumulators_nothing_behind():
+    def hooks():
+        gc.collect()
+        return sum(type(x) is RemovableHandle for x in gc.get_objects())
+
+    before = hooks()
+    model, acc = watched()
+    step(acc, model, True)
+    first = hooks()
+    for streaming in (False, True) * 3:
+        model.zero_grad()
+        step(acc, model, streaming)
+    assert hooks() == first
+    grads = [weakref.ref(p.grad) for p in model.parameters()]
+    model.zero_grad()
+    assert all(grad() is None for grad in grads)
+    del acc
+    assert hooks() == before
+
+
+def operations(streaming, n):
+    """Tensor operations of a window of ``n`` micro-batches, and of divisions by a number."""
+    p = torch.nn.Parameter(torch.ones(3))
+    outs = [(p.sum() * 5, torch.tensor(5)) for _ in range(n)]
+    acc = LossAccumulator([p])
+
+    def loop():
+        for loss, n_valid in outs:
+            (loss / 5.0).backward() if streaming is None else acc.backward((loss, n_valid))
+
+    with Calls() as calls:
+        loop() if streaming is None else windowed(acc, streaming, None, [5] * n, loop)
+    return len(calls.seen)
+
+
+@WAYS
+def test_at_most_ten_tensor_operations_for_a_micro_batch(streaming):
+    """Beside those of a division; on a device each is a launch."""
+    more = operations(streaming, 40) - operations(streaming, 8)
+    plain = operations(None, 40) - operations(None, 8)
+    assert 0 < (more - plain) / 32 <= 10
+
+
+@pytest.mark.parametrize("given", ["module", "none"])
+def test_the_time_of_watching_and_finish_grows_with_the_parameters_alone(given):
+    """Operators that finish and a micro-batch need beside the loss do not grow at all."""
+
+    def calls(n):
+        model = nn.ParameterList([torch.zeros(1) for _ in range(n)])
+        acc = LossAccumulator(model if given == "module" else None)
+        with Calls() as seen:
+            acc.backward((torch.cat([*model]).sum(), torch.tensor(1)))
+            acc.finish(*([] if given == "module" else [model.parameters()]))
+        return len(seen.seen)
+
+    assert calls(40) - calls(20) <= 3 * 20  # those of the loss, its backward and foreach
