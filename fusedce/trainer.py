@@ -174,13 +174,14 @@ class FusedTrainerMixin:
         model: Any,
         inputs: dict[str, Any],
         return_outputs: bool = False,
-        num_items_in_batch: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The model's loss; in training, its mean is over the optimizer step's denominator."""
         denominator = None
         if self._eval_totals is None and num_items_in_batch is not None:
             steps = self.current_gradient_accumulation_steps
-            denominator = num_items_in_batch.clamp(min=1) / (steps * self._n_ranks())
+            items = torch.as_tensor(num_items_in_batch)  # a count of a user's own may be an int
+            denominator = items.clamp(min=1) / (steps * self._n_ranks())
         if getattr(self, "aux_loss_enabled", False):  # SFTTrainer's switch for MoE models
             inputs = {**inputs, "output_router_logits": True}
         _mask_borders(inputs, self._shift_of)
@@ -236,10 +237,10 @@ class FusedTrainerMixin:
         output = super().train(*args, **kwargs)  # type: ignore[misc]
         return output._replace(training_loss=output.metrics["train_loss"])
 
-    def _inner_training_loop(self, batch_size: int | None = None, **kwargs: Any) -> Any:
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run Trainer's loop, which starts again with smaller batches if memory runs out."""
         self._begin_run()
-        return super()._inner_training_loop(batch_size, **kwargs)  # type: ignore[misc]
+        return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 
     # ---- evaluation -------------------------------------------------------------------------
 
