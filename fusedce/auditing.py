@@ -54,6 +54,8 @@ class Step:
         afterwards: by how much ``.grad`` grew between the last backward and the step.
         even: whether the tokens of each micro-batch weigh the same; else ``scale`` and ``spread``
             are those of means.
+        micro_batches: of each, in the order of ranks, its tokens, and their weight over the right
+            one.
     """
 
     n_tokens: int
@@ -66,6 +68,11 @@ class Step:
     lost: int
     afterwards: float
     even: bool
+    micro_batches: list[tuple[int, float]]
+
+
+class NotAuditable(ValueError):
+    """A model's forward has returned neither logits nor a sum of losses."""
 
 
 @dataclass
@@ -169,7 +176,7 @@ class Audit:
         get = out.get if isinstance(out, dict) else lambda name: getattr(out, name, None)
         logits = out if isinstance(out, Tensor) else get("logits")
         if not isinstance(logits, Tensor) or not logits.requires_grad:
-            raise ValueError(
+            raise NotAuditable(
                 f"audit needs a model that returns logits with a gradient, or a LossSum; "
                 f"{type(module).__name__} returned {type(out).__name__}"
             )
@@ -267,26 +274,42 @@ class Audit:
                 lost=0 if skipped else sum(one.lost for one in together),
                 afterwards=together[0].afterwards,
                 even=all(m.even for m in micro),
+                micro_batches=[(m.n_tokens, w) for m, w in zip(micro, weights, strict=True)],
             )
             self.steps.append(step)
 
     def verdict(self) -> str:
         """Say in one sentence what the loop does to the weight of tokens."""
+        return self._judged()[1]
+
+    def right(self) -> bool | None:
+        """Whether the loop weighs tokens rightly; ``None`` if that cannot be said."""
+        return self._judged()[0]
+
+    def n_steps(self) -> int:
+        """Optimizer steps that this rank has made so far."""
+        return len(self._ended)
+
+    def _judged(self) -> tuple[bool | None, str]:
+        """Whether the loop is right, and the verdict."""
         if not self.steps and self._unseen:
-            return (
+            return None, (
                 f"{self._unseen} optimizer steps were made, but the model itself was never called "
                 f"with gradients: a loop that calls fused_ce by hand needs a module whose forward "
                 f"returns its LossSum, and the audit needs that module"
             )
         if not self.steps:
-            return "no optimizer step was made: does the optimizer hold the model's parameters?"
-        if lost := sum(step.lost for step in self.steps):
             return (
+                None,
+                "no optimizer step was made: does the optimizer hold the model's parameters?",
+            )
+        if lost := sum(step.lost for step in self.steps):
+            return False, (
                 f"zero_grad was called before the optimizer step: the gradients of {lost} "
                 f"micro-batches were lost"
             )
         if not all(step.even for step in self.steps):
-            return (
+            return None, (
                 "tokens of one micro-batch weigh differently (weights of classes or of tokens?): "
                 "the audit compares micro-batches whose tokens weigh the same"
             )
@@ -313,7 +336,7 @@ class Audit:
                 f"the loss that is logged is not that of the tokens ({said:.4f} where {right:.4f} "
                 f"is right)"
             )
-        return "; ".join(found) or (
+        return not found, "; ".join(found) or (
             "every token weighs the same, and the gradient is that of the mean over all tokens"
         )
 

@@ -1,4 +1,4 @@
-"""The command ``fusedce``: check, plan, bench, doctor, audit.
+"""The command ``fusedce``: run, audit, check, plan, bench, doctor.
 
 Each command imports only the modules it needs, so that ``--help`` does not wait for torch. Findings
 go to standard output, as text or with ``--json`` as one JSON value and nothing else; progress and
@@ -13,7 +13,6 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 import fusedce
@@ -23,11 +22,11 @@ try:
 except ModuleNotFoundError:
     sys.exit("fusedce's commands need click: pip install 'fusedce[cli]'")
 
+from fusedce.tools import script
 from fusedce.tools.model_sizes import UserError, integers
 
 _NOT_FUSED = 3
 _EXTRAS = {
-    "tabulate": "fusedce[cli]",
     "transformers": "fusedce[transformers]",
     "hypothesis": "fusedce[testing]",
 }
@@ -36,13 +35,27 @@ Answer = tuple[dict[str, Any], str, int]
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class _Group(click.Group):
+    """Commands, of which some run a script of the user's, whose exceptions are not ours to word."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a command; what a script raised goes on to the interpreter as it is."""
+        try:
+            return super().main(*args, **kwargs)
+        except script.Raised as wrapped:
+            error = wrapped.error
+        raise error
+
+
+@click.group(
+    cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
 @click.version_option(fusedce.__version__, message="fusedce %(version)s")
 def main() -> None:
     """Commands of fusedce: the loss of a language model without its logits."""
 
 
-def _command(function: Command) -> Callable[[Command], click.Command]:
+def _command(function: Command, **settings: Any) -> Callable[[Command], click.Command]:
     """Make a subcommand of a function that returns its JSON value, its text and its exit status.
 
     A user's mistake is printed as one line, without a traceback. Exit status: 2 for a mistake in
@@ -70,6 +83,8 @@ def _command(function: Command) -> Callable[[Command], click.Command]:
             ):
                 raise
             raise click.ClickException(f"this machine's memory does not hold it: {said}") from None
+        if not script.is_first_rank():  # a status of theirs would end the first one early
+            return
         click.echo(json.dumps(value, indent=1) if as_json else text)
         if status:
             sys.exit(status)
@@ -78,7 +93,38 @@ def _command(function: Command) -> Callable[[Command], click.Command]:
     json_option = click.option(
         "--json", "as_json", is_flag=True, help="One JSON value on standard output."
     )
-    return main.command(short_help=summary)(json_option(called))
+    return main.command(short_help=summary, **settings)(json_option(called))
+
+
+# What comes after the script belongs to the script, options included.
+_OF_SCRIPT = {"ignore_unknown_options": False, "allow_interspersed_args": False}
+_module_option = click.option(
+    "-m", "module", is_flag=True, help="SCRIPT is a module, as for python."
+)
+
+
+@main.command(context_settings=_OF_SCRIPT, short_help="Run SCRIPT, unchanged, with fused losses.")
+@click.option("--report", type=click.Path(dir_okay=False), metavar="FILE",
+              help="Write what was and was not touched to FILE, as JSON.")  # fmt: skip
+@_module_option
+@click.argument("target", metavar="SCRIPT")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(report: str | None, module: bool, target: str, arguments: tuple[str, ...]) -> None:
+    """Run SCRIPT, unchanged, with fused losses.
+
+    Each model of transformers with an output head has it replaced when it is made. Each Trainer,
+    SFTTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer and DistillationTrainer gets its
+    mixin. Nothing else changes: output, tracebacks and exit status are the script's. One line on
+    standard error says at the end what was touched, and what was not and why.
+
+    On several processes: torchrun ... -m fusedce run SCRIPT, or the same with accelerate launch.
+    """
+    from fusedce.tools import run as tool
+
+    try:
+        tool.run(target, arguments, module=module, report=report)
+    except UserError as mistake:
+        raise click.UsageError(str(mistake)) from None
 
 
 _TORCHS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -107,8 +153,7 @@ def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool) -> Ans
     """
     from fusedce.tools import check as tool
 
-    _say(f"building {model} and running it before and after ...")
-    found = tool.check(model, dtype=dtype, peft=peft, compiled=compiled, full=full)
+    found = tool.check(model, dtype=dtype, peft=peft, compiled=compiled, full=full, progress=_say)
     status = 1 if not found["equal"] else 0 if found["fused"] else _NOT_FUSED
     return found, tool.text(found), status
 
@@ -167,18 +212,43 @@ def doctor() -> Answer:
     return found, text(found), int(not found["right"])
 
 
-@_command
-@click.option("--steps", type=click.IntRange(1), default=3, show_default=True)
-def audit(steps: int) -> Answer:
-    """Show the findings of fusedce.audit in a loop that averages means, and in a right one."""
+@functools.partial(_command, context_settings=_OF_SCRIPT)
+@click.option("--steps", type=click.IntRange(1), metavar="N",
+              help="Optimizer steps to audit; the script ends there (default: 10).")  # fmt: skip
+@click.option("--model", metavar="CLASS",
+              help="Class of the model to audit; default: the first that is called.")  # fmt: skip
+@click.option("--picture", is_flag=True, help="Draw the weight of the tokens of each micro-batch.")
+@_module_option
+@click.argument("target", metavar="[SCRIPT]", required=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def audit(
+    steps: int | None, model: str | None, picture: bool, module: bool, target: str | None,
+    arguments: tuple[str, ...],
+) -> Answer:  # fmt: skip
+    """Run SCRIPT, unchanged, and find how much each token weighs in each optimizer step.
+
+    Without SCRIPT, the findings in a loop that averages means, and in a right one.
+
+    Exit status: 0 every token weighs the same; 1 the loop is wrong, as the verdict says; 3 it
+    cannot be judged. With --json, what the script prints goes to standard error.
+    """
+    from fusedce.tools import audit as tool
+
+    if target is not None:
+        output = sys.stderr if click.get_current_context().params["as_json"] else sys.stdout
+        report = tool.audit(
+            target, arguments, module=module, model=model, steps=steps or 10, output=output
+        )
+        value = tool.value(report)
+        text = tool.picture(report) + str(report) if picture else str(report)
+        return value, text, {True: 0, False: 1, None: 3}[report.right()]
     loops = {"loss.mean() / accumulation_steps": True, "sum of losses / tokens of the step": False}
-    found = {}
+    found, texts = {}, []
     for name, averaged in loops.items():
-        report = _audited(steps, averaged)
-        rows = [asdict(step) for step in report.steps]
-        found[name] = {"text": str(report), "verdict": report.verdict(), "steps": rows}
-    texts = [f"== {name}\n{result['text']}\n" for name, result in found.items()]
-    return found, "\n".join([*texts, "In a loop of your own: with fusedce.audit(model): ..."]), 0
+        report = _audited(steps or 3, averaged)
+        found[name] = {"text": str(report)} | tool.value(report)
+        texts.append(f"== {name}\n{tool.picture(report) if picture else ''}{report}\n")
+    return found, "\n".join([*texts, "Your own: fusedce audit SCRIPT [ARGUMENTS]"]), 0
 
 
 def _audited(steps: int, averaged: bool) -> Any:

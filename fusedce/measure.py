@@ -31,8 +31,15 @@ _CHILD = (
 )
 
 
-def median_seconds(fns: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+def median_seconds(
+    fns: Mapping[str, Callable[[], object]],
+    repeats: int,
+    *,
+    before_round: Callable[[int], None] = lambda _: None,
+) -> dict[str, list[float]]:
     """Wall time of each callable, in seconds: ``repeats`` values each, sorted (median: the middle).
+
+    ``before_round`` is called with the number of each round, 0 for the first.
 
     Every round calls each function once and starts with another one than the round before. A first
     round warms up and does not count. Accelerators in use are synchronised around each call.
@@ -45,6 +52,7 @@ def median_seconds(fns: Mapping[str, Callable[[], object]], repeats: int) -> dic
     names = list(fns)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for i in range(repeats + 1):
+        before_round(i)
         start = i % max(len(names), 1)
         for name in names[start:] + names[:start]:
             _synchronize()

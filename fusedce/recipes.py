@@ -223,7 +223,7 @@ def kto_loss(
     policy: Tensor,  # (B,) log-probabilities of sequences
     reference: Tensor,  # (B,), of the reference policy
     desirable: Tensor,  # (B,) bool, or numbers of which 0 is False
-    divergence: Tensor,  # () estimate of KL(policy || reference), from mismatched pairs
+    divergence: Tensor | float,  # () estimate of KL(policy || reference), of mismatched pairs
     *,
     beta: float = 0.1,
     desirable_weight: float = 1.0,
@@ -245,6 +245,7 @@ def kto_loss(
         tensor(0.5000)
     """
     _check_shapes(policy, "policy", reference=reference, desirable=desirable)
+    divergence = torch.as_tensor(divergence, device=policy.device)
     if divergence.numel() != 1:
         raise ValueError(f"divergence must be (), one number, got {tuple(divergence.shape)}")
     above = beta * (policy - reference - divergence.detach().clamp(min=0))

@@ -114,7 +114,12 @@ class FusedTrainerMixin:
             )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_behind(self, FusedTrainerMixin, "Trainer")
         super().__init__(*args, **kwargs)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Make a trainer that is otherwise ready count tokens; ``fusedce run`` calls it alone."""
         check_flag("log_token_stats", self.log_token_stats)
         _refuse_other_settings(self)
         if hasattr(self.args, "loss_type"):
@@ -125,6 +130,7 @@ class FusedTrainerMixin:
         replace_loss_head(self.model, memory_budget=self.memory_budget)
         self.model_accepts_loss_kwargs = False  # the model's loss is always a mean
         self._eval_totals: LossMeter | None = None
+        self._evaluated: Any = None  # outputs of an evaluation's last forward
         self._begin_run()
 
     # ---- training ---------------------------------------------------------------------------
@@ -169,25 +175,28 @@ class FusedTrainerMixin:
         model: Any,
         inputs: dict[str, Any],
         return_outputs: bool = False,
-        num_items_in_batch: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The model's loss; in training, its mean is over the optimizer step's denominator."""
         denominator = None
         if self._eval_totals is None and num_items_in_batch is not None:
             steps = self.current_gradient_accumulation_steps
-            denominator = num_items_in_batch.clamp(min=1) / (steps * self._n_ranks())
+            items = torch.as_tensor(num_items_in_batch)  # a count of a user's own may be an int
+            denominator = items.clamp(min=1) / (steps * self._n_ranks())
         if getattr(self, "aux_loss_enabled", False):  # SFTTrainer's switch for MoE models
             inputs = {**inputs, "output_router_logits": True}
         _mask_borders(inputs, self._shift_of)
-        with LossObserver(denominator, monitor=MONITORED if self._stats else ()) as observer:
+        outer = LossObserver.current.get()  # of prediction_step, which counts what it has seen
+        with (
+            self._observed(denominator) if outer is None else contextlib.nullcontext(outer) as (
+                observer
+            )
+        ):
             outputs = model(**inputs)
-        totals = self._train_totals if self._eval_totals is None else self._eval_totals
-        self._has_evaluated = self._eval_totals is not None
-        if self._eval_totals is not None or denominator is not None:
-            for loss_sum, n_valid, _ in observer.losses:
-                totals.update((loss_sum, n_valid))
-            if self._stats is not None:
-                self._stats.add(observer, inputs, outputs)
+        if outer is not None:
+            self._evaluated = outputs
+        elif self._eval_totals is not None or denominator is not None:
+            self._count(observer, inputs, outputs)
         if denominator is not None and not observer.losses:
             raise RuntimeError(
                 f"the loss of {type(model).__name__} has not run through its output head, so that "
@@ -196,6 +205,18 @@ class FusedTrainerMixin:
             )
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         return (loss, outputs) if return_outputs else loss
+
+    def _observed(self, denominator: Tensor | None = None) -> LossObserver:
+        return LossObserver(denominator, monitor=MONITORED if self._stats else ())
+
+    def _count(self, observer: LossObserver, inputs: Mapping[str, Any], outputs: Any) -> None:
+        """Add the losses of a forward to the totals, and to the statistics if there are any."""
+        totals = self._train_totals if self._eval_totals is None else self._eval_totals
+        for loss_sum, n_valid, _ in observer.losses:
+            totals.update((loss_sum, n_valid))
+            self._has_evaluated = self._eval_totals is not None
+        if self._stats is not None:
+            self._stats.add(observer, inputs, outputs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log with the loss per token in place of Trainer's."""
@@ -231,18 +252,17 @@ class FusedTrainerMixin:
         output = super().train(*args, **kwargs)  # type: ignore[misc]
         return output._replace(training_loss=output.metrics["train_loss"])
 
-    def _inner_training_loop(self, batch_size: int | None = None, **kwargs: Any) -> Any:
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run Trainer's loop, which starts again with smaller batches if memory runs out."""
         self._begin_run()
-        return super()._inner_training_loop(batch_size, **kwargs)  # type: ignore[misc]
+        return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 
     # ---- evaluation -------------------------------------------------------------------------
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Run Trainer's loop; the loss is sum / count over all tokens.
+        """Run Trainer's loop; the loss is sum / count over all tokens, NaN without any.
 
-        It is NaN without tokens, and stays Trainer's own where no step has called ``compute_loss``
-        (Seq2SeqTrainer with ``predict_with_generate``).
+        It stays Trainer's own where no loss was seen.
         """
         with self._evaluating() as totals:
             kwargs["metric_key_prefix"] = metric_key_prefix
@@ -265,13 +285,22 @@ class FusedTrainerMixin:
             self._eval_totals, self._stats = None, self._train_stats
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Run Trainer's step, without the samples that fill up the last batch."""
+        """Run Trainer's step, without the samples that fill up the last batch.
+
+        With ``predict_with_generate``, Seq2SeqTrainer's step calls the model by itself and not
+        ``compute_loss``; so losses are observed here.
+        """
         if self._eval_totals is None:  # called by a loop of the user's own
             with self._evaluating():
                 return FusedTrainerMixin.prediction_step(self, model, inputs, *args, **kwargs)
         if "labels" in inputs or "shift_labels" in inputs:
             inputs = dict(AccelerateEngine(self.accelerator).without_repeats(inputs))
-        return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        self._evaluated = None
+        with self._observed() as observer:
+            predicted = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        self._count(observer, inputs, self._evaluated)
+        self._evaluated = None
+        return predicted
 
     # ---- the model's shift, the ranks -------------------------------------------------------
 
@@ -318,6 +347,17 @@ class FusedTrainerMixin:
         """The sum over ranks of a count of whole batches; ranks that share a batch count once."""
         total = self.accelerator.reduce(count.to(self.args.device), reduction="sum")
         return total // self._parallel_size("tp", "cp", "sp")
+
+
+def check_behind(trainer: object, mixin: type, name: str) -> None:
+    """Raise ``TypeError`` if there is no trainer behind a mixin."""
+    order = type(trainer).__mro__
+    if order[order.index(mixin) + 1 :] == (object,):
+        kind = "MyTrainer" if type(trainer) is mixin else type(trainer).__name__
+        raise TypeError(
+            f"{mixin.__name__} is no trainer by itself: write "
+            f"class {kind}({mixin.__name__}, {name})"
+        )
 
 
 class TokenStats:

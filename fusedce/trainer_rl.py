@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from fusedce.head.observe import HeadCounts
 from fusedce.loss.kl import fused_kl
 from fusedce.loss.logprobs import fused_logprobs
+from fusedce.trainer import check_behind
 
 _LOGPROB_FUNCTION = "_ChunkedLogProbFunction"  # in trl.trainer.utils
 _CALLER = "add_fused_lm_head"  # in the same module: makes a model's forward call it
-_POLICY_TRAINERS = ("GRPOTrainer", "RLOOTrainer", "DPOTrainer", "KTOTrainer")
+POLICY_TRAINERS = ("GRPOTrainer", "RLOOTrainer", "DPOTrainer", "KTOTrainer")
 _DISTILLATION = "trl.trainer.distillation_trainer"
 _DIVERGENCE = "_chunked_divergence_loss"  # in that module
 
@@ -51,14 +52,19 @@ class FusedPolicyMixin:
         def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_behind(self, FusedPolicyMixin, "DPOTrainer")
         behind = [kind for kind in type(self).__mro__ if kind.__module__.startswith("trl.")]
-        if behind and not any(kind.__name__ in _POLICY_TRAINERS for kind in behind):
+        if behind and not any(kind.__name__ in POLICY_TRAINERS for kind in behind):
             raise TypeError(
                 f"FusedPolicyMixin would fuse nothing in {behind[0].__name__}, whose loss computes "
-                f"its log-probabilities in another way: it works with {', '.join(_POLICY_TRAINERS)}"
+                f"its log-probabilities in another way: it works with {', '.join(POLICY_TRAINERS)}"
                 f" (DistillationTrainer has FusedDistillationMixin)"
             )
         super().__init__(*args, **kwargs)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Fuse the models of a trainer that is otherwise ready; ``fusedce run`` calls it alone."""
         import trl.trainer.utils as trl_utils
 
         _check_known("FusedPolicyMixin", trl_utils, _LOGPROB_FUNCTION, _CALLER)
@@ -143,10 +149,15 @@ class FusedDistillationMixin:
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_behind(self, FusedDistillationMixin, "DistillationTrainer")
+        super().__init__(*args, **kwargs)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Prepare a trainer that is otherwise ready; ``fusedce run`` calls it alone."""
         module: Any = sys.modules.get(_DISTILLATION)  # of the trainer behind the mixin
         _check_known("FusedDistillationMixin", module, _DIVERGENCE)
         self._module_of_divergence = module
-        super().__init__(*args, **kwargs)
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         with _replaced(self._module_of_divergence, _DIVERGENCE, _divergence_loss):

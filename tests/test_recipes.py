@@ -519,3 +519,13 @@ def test_tokens_that_are_not_used_hold_anything(fill):
         loss = grpo.mean() + recipes.token_scaled_loss(logprob, used).mean()
         found.append((loss.detach(), *torch.autograd.grad(loss, logprob)))
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_the_divergence_of_kto_may_be_a_number():
+    policy, reference = torch.tensor([-3.0, -2.0]), torch.tensor([-2.5, -2.5])
+    desirable = torch.tensor([True, False])
+    for number in (0.0, 0.25, 1):
+        given = recipes.kto_loss(policy, reference, desirable, torch.tensor(float(number)))
+        assert recipes.kto_loss(policy, reference, desirable, number).mean() == given.mean()
+    with pytest.raises(ValueError, match=r"divergence must be \(\), one number, got \(2,\)"):
+        recipes.kto_loss(policy, reference, desirable, policy)

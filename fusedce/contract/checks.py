@@ -412,6 +412,11 @@ def check_argmax_out(argmax_out: Tensor, labels: Tensor) -> None:
         raise TypeError(f"argmax_out must be int64, got {argmax_out.dtype}")
     _check_shape("argmax_out", argmax_out, labels.shape, "of the shape of labels,")
     check_device("argmax_out", argmax_out, labels)
+    if any(s == 0 and n > 1 for s, n in zip(argmax_out.stride(), argmax_out.shape, strict=True)):
+        raise ValueError(
+            "argmax_out must have memory of its own for each position, got an expanded tensor: "
+            "pass argmax_out.clone(), or torch.empty_like(labels)"
+        )
 
 
 def memory_budget_of(memory_budget: int | None, chunk_tokens: int | None = None) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import ParamSpec, TypeVar, cast
 
 from torch import Tensor, nn
@@ -48,10 +48,15 @@ _OURS = {name: ours for ours, names in _THEIRS.items() for name in names.split("
 
 def explains_names(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function so that its ``TypeError`` for a wrong argument names the right one."""
-    known = frozenset(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters
+    known = frozenset(parameters)
+    positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    required = [n for n in positional if parameters[n].default is inspect.Parameter.empty]
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if len(args) < len(required) or "weight" in kwargs:
+            _check_given(function.__name__, positional, required, len(args), kwargs)
         for name in kwargs:
             if name not in known:
                 ours = _OURS.get(name)
@@ -62,6 +67,26 @@ def explains_names(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return call
+
+
+def _check_given(
+    name: str, positional: list[str], required: list[str], n: int, kwargs: Collection[str]
+) -> None:
+    """Raise ``TypeError`` for what a user of ``F.cross_entropy(logits, labels, weight)`` writes."""
+    if not {"hidden", "weight", "labels"} <= set(required):
+        return
+    if "weight" in positional[:n] and "weight" in kwargs:
+        raise TypeError(
+            f"{name}() takes the head's weight (V, H) as its argument {positional.index('weight')}"
+            f": weight= was given besides. Weights of classes are class_weight="
+        )
+    missing = [x for x in required[n:] if x not in kwargs]
+    if missing and missing != required:
+        raise TypeError(
+            f"{name}() needs {', '.join(required)}, but not {' and '.join(missing)} was given. It "
+            f"takes no logits: pass the hidden states that go into the head and the head's weight, "
+            f"{name}({', '.join(required).replace('weight', 'head.weight')})"
+        )
 
 
 def takes_arguments_of(
@@ -103,6 +128,15 @@ def misplaced(problem: Problem) -> str:
     It begins with a full stop, and is empty where nothing is likely.
     """
     hidden, weight, labels = (tuple(x.shape) for x in problem[:3])
+    if problem.labels.is_floating_point() and not problem.weight.is_floating_point():
+        return (
+            ". weight looks like labels: the order is hidden, weight, labels, with the head's "
+            "weight (V, H). Weights of classes are class_weight="
+        )
+    if len(weight) == 1:
+        return ". It is the head's; weights of classes are class_weight="
+    if labels == (*hidden[:-1], weight[0]) and len(weight) == 2:
+        return ". labels look one-hot: pass labels.argmax(-1)"
     if labels == weight[:-1] != hidden[:-1] and hidden[-1:] == weight[-1:] and len(hidden) == 2:
         return ". hidden and weight look swapped: hidden comes first"
     if len(weight) == 2 and hidden[-1:] == weight[:1] and hidden[-1:] != weight[1:]:

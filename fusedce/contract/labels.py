@@ -6,6 +6,7 @@ every sequence, which no position predicts; a loss divided by that count is too 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, cast
@@ -59,6 +60,8 @@ def shift_labels(
     check_int("offset", offset, least=0)
     if ignore_index is None:
         raise TypeError("ignore_index must be an int, the label of the last positions, got None")
+    if labels.dim() == 1 and offset and position_ids is None and cu_seqlens is None:
+        _warn_of_flattened(labels)
     check_ignore_index(ignore_index, labels)
     if position_ids is not None and cu_seqlens is not None:
         raise ValueError("give position_ids or cu_seqlens, not both: each marks the documents")
@@ -81,6 +84,20 @@ def shift_labels(
         document = _document_index(labels, cu_seqlens)
         same = same & (document.roll(-offset) == document)
     return labels.roll(-offset, -1).masked_fill(~same, ignore_index)
+
+
+def _warn_of_flattened(labels: Tensor) -> None:
+    """Warn if ``labels (N,)`` is a view of several rows: it would be shifted as one sequence."""
+    if torch.compiler.is_compiling() or labels._base is None:
+        return
+    rows = labels._base
+    if rows.dim() == 2 and len(rows) > 1 and rows.numel() == labels.numel():
+        warnings.warn(
+            f"labels are {len(rows)} sequences in one dimension, and are shifted as one: the first "
+            f"token of each would be predicted from the one before it. Shift labels (B, T) first, "
+            f"as in fusedce.shift_labels(labels).view(-1)",
+            stacklevel=3,
+        )
 
 
 def count_valid(

@@ -96,10 +96,20 @@ class LossSum(NamedTuple):
         loss = scale(self.loss_sum).reshape(()).to(self.loss_sum.dtype)
         return MonitoredLossSum.of(ScaledLossSum(loss, self.n_valid), monitors)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _OF_A_LOSS:
-            raise AttributeError(f"a LossSum has no {name}. {_REMEDY}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    def __repr__(self) -> str:
+        """The fields, and how to get a loss."""
+        fields = f"loss_sum={self.loss_sum!r}, n_valid={self.n_valid!r}"
+        return f"{type(self).__name__}({fields}; .mean() is the loss per token)"
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise TypeError(f"a LossSum cannot be formatted by {spec!r}. {_REMEDY}")
+        return repr(self)
+
+    @property
+    def monitors(self) -> Mapping[str, Tensor]:
+        """Sums that were asked for with ``monitor=``: see :class:`MonitoredLossSum`."""
+        return _NO_MONITORS
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise TypeError(
@@ -119,6 +129,7 @@ class LossSum(NamedTuple):
         return tuple.__hash__(self)
 
 
+_NO_MONITORS: Mapping[str, Tensor] = MappingProxyType({})
 _OF_A_LOSS = frozenset(("loss", "detach", "cpu", "requires_grad", "grad_fn", "isnan", "to"))
 _REMEDY = (
     "It is a sum over n_valid tokens, which nothing has divided yet. Use .mean(), nats per token; "
@@ -127,9 +138,30 @@ _REMEDY = (
 )
 
 
-# A sum must be divided before it is differentiated or compared.
+def _explained(out: LossSum, name: str) -> Any:
+    if name in _OF_A_LOSS:
+        raise AttributeError(f"a LossSum has no {name}. {_REMEDY}")
+    raise AttributeError(f"{type(out).__name__!r} object has no attribute {name!r}")
+
+
+# A sum must be divided before it is differentiated or compared. Methods that only explain this are
+# set here, out of a type checker's sight: to it, `out.backward()` is an error.
+LossSum.__getattr__ = _explained  # type: ignore[attr-defined]
 for _name in ("backward", "item", "__float__", "__lt__", "__le__", "__gt__", "__ge__"):
     setattr(LossSum, _name, LossSum._refuse)
+_new = LossSum.__new__
+
+
+def _with_both_fields(kind: Any, loss_sum: Any, *n_valid: Any, **named: Any) -> Any:
+    if not n_valid and not named:
+        raise TypeError(
+            f"a LossSum has two fields, got one argument, {type(loss_sum).__name__}. A GradScaler "
+            f"takes a loss: scaler.scale(acc.scale(out)), or scaler.scale(out.mean())"
+        )
+    return _new(kind, loss_sum, *n_valid, **named)
+
+
+LossSum.__new__ = _with_both_fields  # type: ignore[method-assign, assignment]
 LossSum.__array_ufunc__ = None  # type: ignore[attr-defined]  # numpy's numbers leave 2 * out to us
 
 
@@ -143,7 +175,7 @@ class MonitoredLossSum(LossSum):
             they are token accuracy, mean entropy and z-loss per token.
     """
 
-    monitors: Mapping[str, Tensor] = MappingProxyType({})
+    monitors: Mapping[str, Tensor] = _NO_MONITORS  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @staticmethod
     def of(out: LossSum, monitors: Mapping[str, Tensor]) -> MonitoredLossSum:

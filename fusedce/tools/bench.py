@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import statistics
 import textwrap
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
-from fusedce.tools import table
+from fusedce.tools import Countdown, table
 from fusedce.tools.doctor import device_name
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Progress = Callable[[str], None]
+_PROCESS = 6.0  # seconds until a new process has imported torch and drawn its inputs
 
 
 def bench(
@@ -44,26 +46,40 @@ def bench(
     names = [n for n in (ON_CPU if on_cpu else tuple(IMPLEMENTATIONS)) if compiled or n != COMPILED]
     target: dict[str, Any] = {"shape": shape, "dtype": dtype, "device": device}
     calls, failed = {FLOOR: prepare(FLOOR, **target)}, dict[str, str]()
+    method = memory_method(device)
+    countdown = Countdown(len(names) * (2 if method else 1) + repeats + 1, progress)
+    once = dict[str, float]()  # seconds of a call
     for name in names:
-        progress(f"preparing {name}")
+        countdown.step(f"preparing {name}")
         try:
             call = prepare(name, **target)
+            begin = time.monotonic()
             call()
-            calls[name] = call
+            calls[name], once[name] = call, time.monotonic() - begin
         except ModuleNotFoundError as problem:
             failed[name] = f"{problem.name} is not installed"
         except Exception as problem:  # a peer that fails is a row of the table
             if name == "fused_ce":
                 raise
             failed[name] = f"{type(problem).__name__}: {str(problem).strip().splitlines()[:1]}"
-    progress(f"timing {len(calls)} implementations, {repeats} interleaved rounds")
-    seconds = median_seconds(calls, repeats)
+    countdown.n -= len(failed) if method else 0
+    a_round = sum(once.values()) + max(once.values())  # the bare products are no slower
+
+    def before_round(i: int) -> None:
+        left = (repeats + 1 - i) * a_round + (memory(list(once)) if method else 0)
+        countdown.step(f"timing {len(calls)} implementations, round {i} of {repeats}", left)
+
+    def memory(names: list[str]) -> float:
+        """Estimated seconds: processes that start, draw inputs and call once."""
+        return sum(_PROCESS + 2 * once[name] for name in names)
+
+    seconds = median_seconds(calls, repeats, before_round=before_round)
     rows: list[dict[str, Any]] = [
         {"name": name, "seconds": found, "extra_bytes": None} for name, found in seconds.items()
     ]
-    method = memory_method(device)
-    for row in rows[1:] if method else ():
-        progress(f"memory of {row['name']}, in a process of its own")
+    for i, row in enumerate(rows[1:] if method else ()):
+        left = memory(list(once)[i:])
+        countdown.step(f"memory of {row['name']}, in a process of its own", left)
         row["extra_bytes"] = peak_extra_bytes(
             "fusedce.tools.bench:prepare", {"name": row["name"], **target}, device=device
         )

@@ -12,13 +12,15 @@ layers: the combinations of :data:`ATTEMPTS` are tried in their order.
 from __future__ import annotations
 
 import copy
+import importlib.util
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fusedce.head.replace import head_report, replace_loss_head
-from fusedce.tools import pairs
+from fusedce.tools import Countdown, pairs
 from fusedce.tools.model_sizes import UserError, class_of, config_of, load
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def check(
     model: str, *, dtype: str = "fp32", peft: bool = False, compiled: bool = False,
-    full: bool = False,
+    full: bool = False, progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Run ``model`` before and after its head is replaced. Errors are relative.
 
@@ -40,12 +42,17 @@ def check(
         peft: with a LoRA adapter on every linear layer, the head included.
         compiled: through ``torch.compile``.
         full: load the folder's weights instead of building the model small with random ones.
+        progress: called with a line before each step.
 
     Raises:
         UserError: the model cannot be found, built, or run on a few random tokens.
     """
+    if peft and importlib.util.find_spec("peft") is None:
+        raise ModuleNotFoundError("No module named 'peft'", name="peft")  # now, not after minutes
     from transformers import logging
 
+    countdown = Countdown(3 if dtype == "fp32" and not compiled else 4, progress)
+    countdown.step(f"loading {model}" if full else f"building {model} small")
     logging.set_verbosity_error()  # transformers warns of small configurations
     if full:
         module = load(model).float()
@@ -54,7 +61,7 @@ def check(
         kind = class_of(model, config)
         # Without a user's configuration, set scales and caps that make a wrong loss visible.
         module = build(kind, config, steps=model in (kind.__name__, config.model_type))
-    return _compare(_with_lora(module) if peft else module, dtype, compiled)
+    return _compare(_with_lora(module) if peft else module, dtype, compiled, countdown)
 
 
 def _with_lora(module: nn.Module) -> nn.Module:
@@ -69,11 +76,16 @@ def _with_lora(module: nn.Module) -> nn.Module:
     return get_peft_model(module, lora)
 
 
-def _compare(module: nn.Module, dtype: str, compiled: bool) -> dict[str, Any]:
+def _compare(module: nn.Module, dtype: str, compiled: bool, countdown: Countdown) -> dict[str, Any]:
     inputs = batch(module.config)  # type: ignore[arg-type]
+    countdown.step("running it as it is, in float32")
     exact = run(module, inputs)
     low = copy.deepcopy(module).to(_DTYPES[dtype])
-    native = exact if dtype == "fp32" and not compiled else run(low, inputs, compiled)
+    native = exact
+    if dtype != "fp32" or compiled:
+        countdown.step(f"running it as it is, in {dtype}{', compiled' if compiled else ''}")
+        native = run(low, inputs, compiled)
+    countdown.step("running it with a replaced head", countdown.last())
     why: tuple[str, ...] = ()
     try:
         replace_loss_head(low)

@@ -45,15 +45,18 @@ def test_it_is_a_module_too():
 
 
 def test_every_command_explains_itself():
-    """In the list with its whole summary, on the page of commands, with ``--json`` and a test."""
+    """In the list with its whole summary, on the page of commands, with ``--json`` and a test.
+
+    `run` leaves standard output to the script.
+    """
     listed = " ".join(call("--help").output.split())
     page = (ROOT / "docs" / "commands.md").read_text()
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     for name, command in main.commands.items():
         assert f"{name} {command.help.partition(chr(10))[0]}" in listed
         assert f"## `fusedce {name}" in page
-        assert f'answer("{name}"' in tests
-        assert "--json" in call(name, "--help").output
+        assert f'answer("{name}"' in tests or name == "run"
+        assert ("--report" if name == "run" else "--json") in call(name, "--help").output
 
 
 def test_sizes_and_dtypes_are_understood_as_people_write_them():
@@ -261,6 +264,42 @@ def test_a_shape_is_measured():
     for name in ("fused_ce", "eager"):
         assert len(rows[name]["seconds"]) == 2
         assert rows[name]["extra_bytes"] >= 0
+
+
+def test_a_long_command_says_how_far_it_is():
+    """Steps are counted up to their number; estimates fall to the end."""
+    from fusedce.tools import check
+
+    lines = []
+    check.check("llama", dtype="bf16", progress=lines.append)
+    assert [line.split(":")[0] for line in lines] == [f"{i} of 4" for i in (1, 2, 3, 4)]
+    assert "s left" in lines[-1]
+
+
+@pytest.mark.slow
+def test_bench_says_how_far_it_is():
+    from fusedce.tools import bench
+
+    lines = []
+    bench.bench(
+        (64, 16, 500), dtype="fp32", device="cpu", repeats=2, compiled=False, progress=lines.append
+    )
+    counts = [line.split(":")[0] for line in lines]
+    assert counts[-1] == f"{len(lines)} of {len(lines)}"
+    left = [int(line.split("about ")[1].split()[0]) for line in lines if "about" in line]
+    assert len(left) >= 3 + 2
+    assert left == sorted(left, reverse=True)
+
+
+def test_a_missing_package_is_named_before_the_work(monkeypatch):
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda x: None if x == "peft" else found(x))
+    done = call("check", "llama", "--peft")
+    assert done.exit_code == 1
+    assert done.stderr.strip().endswith("peft is missing: pip install 'peft'")
+    assert " of " not in done.stderr
 
 
 # ---- audit ----------------------------------------------------------------------------

@@ -22,6 +22,27 @@ def inputs(*leading):
 MISTAKES = {
     "weight first": (lambda f, h, w, y: f(w, h, y), "hidden and weight look swapped"),
     "logits": (lambda f, h, w, y: f(h @ w.T, w, y), r"hidden looks like logits .*weight.T"),
+    "class weights first": (
+        lambda f, h, w, y: f(h, w[:, 0], y),
+        r"got \(13,\)\. It is the head's; weights of classes are class_weight=",
+    ),
+    "the order of F.cross_entropy": (
+        lambda f, h, w, y: f(h, y, w[:, 0]),
+        "weight looks like labels: the order is hidden, weight, labels",
+    ),
+    "labels, then the weight": (lambda f, h, w, y: f(h, y, w), "weight looks like labels"),
+    "logits and labels": (
+        lambda f, h, w, y: f(h @ w.T, y),
+        r"not labels was given. It takes no logits: .*\(hidden, head.weight, labels\)",
+    ),
+    "logits and labels by name": (
+        lambda f, h, w, y: f(h @ w.T, labels=y),
+        "not weight was given. It takes no logits",
+    ),
+    "weight twice": (
+        lambda f, h, w, y: f(h, w, y, weight=w[:, 0]),
+        r"takes the head's weight \(V, H\) .*Weights of classes are class_weight=",
+    ),
     "a module": (
         lambda f, h, w, y: f(h, torch.nn.Linear(H, V), y),
         r"weight must be a tensor, got Linear: pass head\.weight",
@@ -101,6 +122,30 @@ def test_labels_that_are_probabilities_are_another_functions(function):
         function(hidden, weight, torch.rand(4, V))
 
 
+@pytest.mark.parametrize("function", [fused_ce, fused_cross_entropy])
+def test_one_hot_labels_are_named(function):
+    hidden, weight, labels = inputs(2, 5)
+    one_hot = torch.nn.functional.one_hot(labels, V)
+    with pytest.raises(ValueError, match=r"labels look one-hot: pass labels\.argmax\(-1\)"):
+        function(hidden, weight, one_hot)
+
+
+def test_a_sum_is_not_formatted_as_a_number():
+    out = fused_ce(*inputs(2, 5))
+    with pytest.raises(TypeError, match=r"cannot be formatted by '\.3f'.*Use \.mean\(\)"):
+        f"{out:.3f}"
+    for text in (f"{out}", str(out), repr(2 * out)):
+        assert "n_valid=tensor(10); .mean() is the loss per token" in text
+
+
+def test_a_grad_scaler_gets_a_loss_and_no_sum():
+    out = fused_ce(*inputs(2, 5))
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(TypeError, match=r"a LossSum has two fields.*scaler\.scale\(acc\.scale"):
+        scaler.scale(out)
+    assert scaler.scale(out.mean()).item() == pytest.approx(out.mean().item() * 2**16)
+
+
 @pytest.mark.parametrize("name", ["loss", "detach", "cpu", "requires_grad"])
 def test_what_a_loss_has_and_a_sum_has_not(name):
     out = fused_ce(*inputs(2, 5))
@@ -131,3 +176,10 @@ def test_no_label_is_ignored(backend, dtype):
         labels[2] = bad
         with pytest.raises(ValueError, match=r"0 <= label < V=13: got -\d+ at flattened position"):
             fused_ce(hidden, weight, labels, ignore_index=None, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_argmax_out_that_shares_its_memory_is_named(backend):
+    shared = torch.zeros(1, 5, dtype=torch.int64).expand(2, 5)
+    with pytest.raises(ValueError, match="argmax_out must have memory of its own"):
+        fused_ce(*inputs(2, 5), argmax_out=shared, backend=backend)

@@ -114,3 +114,26 @@ def test_a_bad_label_survives_its_code(position, value):
     assert -(2**63) <= code < 0
     got = f"{value} or beyond" if abs(value) > 2**30 else value  # the largest a code holds
     assert f"got {got} at flattened position {position}" in bad_label_message(code)
+
+
+def test_rows_that_were_flattened_before_the_shift_are_warned_of():
+    """Only where it is certain: a view of several rows, without marks of documents."""
+    rows = torch.randint(50, (3, 4))
+    for flat in (rows.view(-1), rows.flatten()):
+        with pytest.warns(
+            UserWarning, match=r"labels are 3 sequences in one dimension.*view\(-1\)"
+        ):
+            shift_labels(flat)
+        with pytest.warns(UserWarning, match="3 sequences"):
+            count_valid(flat)
+
+
+def test_one_row_is_not_warned_of(recwarn):
+    rows = torch.randint(50, (3, 4))
+    shift_labels(rows[0])
+    shift_labels(rows[:1].view(-1))
+    shift_labels(torch.randint(50, (12,)))
+    shift_labels(rows.view(-1), offset=0)
+    shift_labels(rows.view(-1), cu_seqlens=torch.tensor([0, 4, 8, 12]))
+    shift_labels(rows.view(-1), position_ids=torch.arange(4).repeat(3))
+    assert not recwarn.list

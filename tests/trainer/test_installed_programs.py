@@ -5,13 +5,13 @@ program's; the report says that no logits were made.
 """
 
 import importlib
-import json
 
 import datasets
 import pytest
 import torch
 import trl
-from support.tiny_trainer import CLOSE, OF_PARAMETERS, V, llama, logs_of, word_tokenizer
+from support.tiny_trainer import CLOSE, OF_PARAMETERS, logs_of
+from support.trl_programs import arguments, write
 from support.versions import trl_1_16
 from transformers import LlamaForCausalLM
 
@@ -40,39 +40,12 @@ PROGRAMS = {
     "grpo, CISPO": "--loss_type cispo --epsilon_high 2.0",
     "rloo": "",
 }
-OF_GRPO = (
-    "--reward_funcs trainer_rewards.different_words --num_generations 4 --beta 0.05 "
-    "--max_completion_length 6 --per_device_train_batch_size 4 --temperature 0.9"
-)
-
-
-def words(n, seed):
-    return " ".join(f"w{(7 * seed + 3 * i) % (V - 3)}" for i in range(n))
-
-
-def rows(name):
-    """What each program reads, of answers of different lengths."""
-    for i in range(8):
-        prompt, good, bad = words(3, i), " " + words(2 + i, i + 1), " " + words(9 - i, i)
-        if name.startswith("sft"):
-            pair = {"prompt": prompt, "completion": good}
-            yield pair if "completions" in name else {"text": words(3 + 4 * (i % 4), i)}
-        elif name.startswith("dpo"):
-            yield {"prompt": prompt, "chosen": good, "rejected": bad}
-        elif name.startswith("kto"):
-            yield {"prompt": prompt, "completion": good, "label": i % 2 == 0}
-        else:
-            yield {"prompt": prompt}
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A model, its tokenizer and a reward, in the working directory."""
-    llama(pad_token_id=0).save_pretrained(tmp_path / "model")
-    word_tokenizer(V - 3).save_pretrained(tmp_path / "model")
-    reward = "def different_words(completions, **_):\n"
-    reward += "    return [float(len(set(c.split()))) for c in completions]\n"
-    (tmp_path / "trainer_rewards.py").write_text(reward)
+    write(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -82,8 +55,6 @@ def folder(tmp_path, monkeypatch):
 def run(name, folder, mixin, monkeypatch, *, replaced=False):
     """What a program logs without times, the trained parameters, and the head's report."""
     program = name.split(",")[0]
-    (folder / "data").mkdir(exist_ok=True)
-    (folder / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows(name))))
     trainers = []
     stock = getattr(trl, f"{program.upper()}Trainer")
 
@@ -96,17 +67,9 @@ def run(name, folder, mixin, monkeypatch, *, replaced=False):
             trainers.append(self)
 
     Seen.__name__ = stock.__name__
-    arguments = (
-        f"--model_name_or_path {folder}/model --dataset_name {folder}/data "
-        f"--output_dir {folder}/out --dtype float32 --max_steps 2 --per_device_train_batch_size 2 "
-        "--learning_rate 0.3 --optim sgd --lr_scheduler_type constant --logging_steps 1 "
-        "--report_to none --use_cpu --bf16 False --gradient_checkpointing False "
-        "--disable_tqdm True --save_strategy no --max_grad_norm 0 "
-        f"{OF_GRPO if program in ('grpo', 'rloo') else ''} {PROGRAMS[name]}"
-    )
     script = importlib.import_module(f"trl.scripts.{program}")
     torch.manual_seed(0)
-    parsed = script.make_parser().parse_args_and_config(arguments.split())
+    parsed = script.make_parser().parse_args_and_config(arguments(name, folder, PROGRAMS[name]))
     with monkeypatch.context() as patched:
         patched.setattr(trl, stock.__name__, Seen)
         script.main(*parsed[:4])

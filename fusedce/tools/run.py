@@ -1,0 +1,280 @@
+"""`fusedce run`: an unchanged training script with fused losses and one denominator per step.
+
+Two classes of transformers are changed as the script imports them. A model with an output head has
+it replaced when it is made (:func:`fusedce.replace_loss_head`). A trainer becomes an instance of a
+class of the same name with one of our mixins before the script's own class. Where the mixin refuses
+a setting, the object becomes one of the script's own class again: what we cannot do better stays as
+it is, and the report says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import types
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import fusedce
+from fusedce.tools import script
+
+script.OURS.add(__file__)
+_REFUSALS = (TypeError, ValueError, RuntimeError)  # of replace_loss_head and the mixins
+
+
+@dataclass
+class Model:
+    """A model with an output head."""
+
+    name: str  # of its class
+    hooks: Any = None  # a module with the hooks of its head, which hold the counts; no weights
+    why_not: str | None = None  # why the head is not replaced
+
+    def report(self) -> dict[str, Any]:
+        """What its head did."""
+        found: dict[str, Any] = {"class": self.name, "replaced": self.hooks is not None}
+        if self.hooks is None:
+            return found | {"losses_fused": 0, "logits_made": 0, "why_not": [self.why_not]}
+        told = fusedce.head_report(self.hooks)
+        places = [place._asdict() for place in told.places]
+        why = [f"{p.operation} at {p.line}" for p in told.places] + list(told.notes)
+        counts = {"losses_fused": told.losses_fused, "logits_made": told.logits_made}
+        return found | counts | {"why_not": why, "places": places}
+
+
+@dataclass
+class Trainer:
+    """A trainer, with a mixin or without."""
+
+    name: str
+    mixin: str | None
+    why_not: str | None = None
+
+
+@dataclass
+class Run:
+    """What was touched in this process."""
+
+    models: list[Model] = field(default_factory=list)
+    trainers: list[Trainer] = field(default_factory=list)
+    loading: int = 0  # depth of `from_pretrained` calls
+    heads: Any = field(default_factory=weakref.WeakKeyDictionary)  # output head: its Model
+
+    # ---- models -----------------------------------------------------------------------------
+
+    def change_models(self, modeling: ModuleType) -> None:
+        """Replace heads when models are made; ``modeling`` is ``transformers.modeling_utils``."""
+        kind = modeling.PreTrainedModel
+        post_init, load = kind.post_init, kind.__dict__["from_pretrained"].__func__
+
+        @functools.wraps(post_init)
+        def after_init(model: Any) -> None:
+            post_init(model)
+            if not self.loading:
+                self.replace(model)
+
+        @functools.wraps(load)
+        def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            self.loading += 1
+            try:
+                made = load(cls, *args, **kwargs)
+            finally:
+                self.loading -= 1
+            if not self.loading:
+                self.replace(made[0] if isinstance(made, tuple) else made)
+            return made
+
+        kind.post_init, kind.from_pretrained = after_init, classmethod(from_pretrained)
+
+    def replace(self, model: Any) -> None:
+        """Replace the head of a model that has one."""
+        try:
+            head = model.get_output_embeddings()
+        except (AttributeError, NotImplementedError):
+            head = None
+        if head is None:
+            return
+        made = Model(type(model).__name__)
+        try:
+            fusedce.replace_loss_head(model)
+            made.hooks = _hooks_of(head)
+        except _REFUSALS as why:
+            made.why_not = str(why)
+        if (inner := self.heads.get(head)) is not None:  # made a moment ago, of a part of the model
+            self.models.remove(inner)
+        self.heads[head] = made
+        self.models.append(made)
+
+    # ---- trainers ---------------------------------------------------------------------------
+
+    def change_trainers(self, trainer: ModuleType) -> None:
+        """Give every ``Trainer`` its mixin; ``trainer`` is ``transformers.trainer``."""
+
+        @functools.cache
+        def fitted(cls: Any) -> type | str:
+            try:
+                return self.fitted(cls)
+            except TypeError as why:
+                return str(why)
+
+        def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if issubclass(cls, _mixins()):  # the script's own line
+                return object.__new__(cls)
+            found = fitted(cls)
+            if isinstance(found, str):
+                self.trainers.append(Trainer(cls.__name__, None, found))
+                return object.__new__(cls)
+            return object.__new__(found)
+
+        trainer.Trainer.__new__ = staticmethod(new)
+
+    def fitted(self, cls: type) -> type:
+        """A class of the name of ``cls``, with its mixin before it.
+
+        Raises:
+            TypeError: the mixin does not fit the class.
+        """
+        run, mixin = self, _mixin_of(cls)
+
+        @functools.wraps(cls.__init__)  # type: ignore[misc]
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            cls.__init__(self, *args, **kwargs)  # type: ignore[misc]
+            accepts = getattr(self, "model_accepts_loss_kwargs", None)
+            self._fusedce_entry = entry = Trainer(cls.__name__, mixin.__name__)
+            self._fusedce_before = accepts
+            run.trainers.append(entry)
+            try:
+                mixin._set_up(self)
+            except _REFUSALS as why:
+                leave(self, why)
+            else:
+                run.note_policy(self)
+
+        def leave(trainer: Any, why: BaseException) -> None:
+            entry = trainer._fusedce_entry
+            entry.mixin, entry.why_not = None, str(why)
+            trainer.model_accepts_loss_kwargs = trainer._fusedce_before
+            trainer.__class__ = cls
+
+        def _get_num_items_in_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+            """What the mixin finds out about the loss in the first step may be a refusal."""
+            try:
+                return mixin._get_num_items_in_batch(self, *args, **kwargs)
+            except _REFUSALS as why:
+                leave(self, why)
+                return self._get_num_items_in_batch(*args, **kwargs)
+
+        body: dict[str, Any] = {
+            "__init__": __init__, "__module__": cls.__module__, "__doc__": cls.__doc__,
+            "__qualname__": cls.__qualname__,
+        }  # fmt: skip
+        if mixin is fusedce.FusedTrainerMixin:
+            body["_get_num_items_in_batch"] = _get_num_items_in_batch
+        return types.new_class(cls.__name__, (mixin, cls), exec_body=lambda ns: ns.update(body))
+
+    def note_policy(self, trainer: Any) -> None:
+        """Count the losses of a policy trainer, whose mixin replaces a forward, not a head."""
+        for model in (trainer.model, getattr(trainer, "ref_model", None)):
+            base = getattr(model, "get_base_model", lambda model=model: model)()
+            counts = getattr(getattr(base, "forward", None), "fusedce_counts", None)
+            known = None if counts is None else self.heads.get(base.get_output_embeddings())
+            if known is not None and known.hooks is not None:
+                known.hooks.__dict__["forward"] = types.SimpleNamespace(fusedce_counts=counts)
+
+    # ---- the report -------------------------------------------------------------------------
+
+    def report(self) -> dict[str, Any]:
+        """The findings, for a JSON file."""
+        return {
+            "version": fusedce.__version__,
+            "models": [model.report() for model in self.models],
+            "trainers": [vars(trainer) for trainer in self.trainers],
+        }
+
+
+def _hooks_of(head: Any) -> Any:
+    from torch import nn
+
+    hooks = nn.Module()
+    hooks._forward_pre_hooks = head._forward_pre_hooks
+    return hooks
+
+
+def _mixins() -> tuple[type, ...]:
+    from fusedce.trainer_rl import FusedDistillationMixin, FusedPolicyMixin
+
+    return fusedce.FusedTrainerMixin, FusedPolicyMixin, FusedDistillationMixin
+
+
+def _mixin_of(cls: type) -> Any:
+    from fusedce.trainer_rl import POLICY_TRAINERS
+
+    of_tokens, of_policies, of_distillation = _mixins()
+    names = {kind.__name__ for kind in cls.__mro__ if kind.__module__.startswith("trl.")}
+    if names & {*POLICY_TRAINERS}:
+        return of_policies
+    return of_distillation if "DistillationTrainer" in names else of_tokens
+
+
+def line(found: dict[str, Any]) -> str:
+    """The findings in one line."""
+    parts = []
+    for (name, replaced), n in Counter(
+        (model["class"], model["replaced"]) for model in found["models"]
+    ).items():
+        group = [m for m in found["models"] if (m["class"], m["replaced"]) == (name, replaced)]
+        fused, logits = (sum(m[key] for m in group) for key in ("losses_fused", "logits_made"))
+        many = name if n == 1 else f"{n} x {name}"
+        why = dict.fromkeys(why for m in group for why in m["why_not"])
+        text = f"{many}: {fused} losses fused, logits made {logits} times"
+        text = text if replaced else f"{many} keeps its head"
+        parts.append(text + (f" ({'; '.join(why)})" if why and (logits or not fused) else ""))
+    for trainer in found["trainers"]:
+        name, why = trainer["name"], trainer["why_not"]
+        parts.append(f"{name} keeps its loss ({why})" if why else f"{name} with {trainer['mixin']}")
+    nothing = "no model with an output head and no Trainer of transformers was made"
+    return " ".join(f"fusedce run: {'. '.join(parts) or nothing}".split())
+
+
+@contextmanager
+def _reporting(run: Run, report: str | None) -> Iterator[None]:
+    """Write the report when the script ends, however it ends; on rank 0 alone."""
+    try:
+        yield
+    finally:
+        if script.is_first_rank():
+            found = run.report()
+            if report is not None:
+                Path(report).write_text(json.dumps(found, indent=1) + "\n")
+            print(line(found), file=sys.stderr)
+
+
+def run(target: str, arguments: Sequence[str], *, module: bool, report: str | None) -> None:
+    """Run a script, or a module, with fused losses.
+
+    Raises:
+        Raised: what the script raised.
+        UserError: there is nothing to run.
+    """
+    script.check("run", target, module=module)
+    if report is not None:
+        report = os.path.abspath(report)  # the script may go elsewhere
+    found = Run()
+    script.AfterImport({
+        "transformers.modeling_utils": found.change_models,
+        "transformers.trainer": found.change_trainers,
+    })  # fmt: skip
+    try:
+        with _reporting(found, report):
+            script.execute(target, arguments, module=module)
+    except BaseException as error:
+        script.leave_as_it_was_raised(error)
+        raise script.Raised(error) from None

@@ -1,0 +1,291 @@
+"""`fusedce run` runs an unchanged script: what it changes, and that it changes nothing else."""
+
+import ast
+import json
+
+import pytest
+import torch
+from support import trl_programs
+from support.bounds import SAME_MODEL
+from support.command_line import call
+from support.scripts import TRAINER, TWO, python
+from support.tiny_trainer import CLOSE
+from support.versions import trl_1_16
+
+
+def fused(folder, *arguments, ranks=1):
+    """A script that has ended well, and the report of ``fusedce run``."""
+    launcher = [] if ranks == 1 else TWO
+    done = python(folder, *launcher, "-m", "fusedce", "run", "--report", "report.json", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert sum(line.startswith("fusedce run:") for line in done.stderr.splitlines()) == 1
+    return json.loads((folder / "report.json").read_text()), done
+
+
+# ---- the script is run as by python ------------------------------------------------------------
+
+FAILURE = """
+import sys
+def fail():
+    raise KeyError(sys.argv[1:])
+print(__name__, sys.argv, sys.path[0], __file__)
+try:
+    1 / 0
+except ZeroDivisionError:
+    fail()
+"""
+ENDS = {
+    "an error": FAILURE,
+    "a status": "import sys; sys.exit(7)",
+    "words": "import sys; sys.exit('no')",
+    "a wrong syntax": "x = = 2",
+    "ctrl-C": "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)",
+    "its own hook": "import sys; sys.excepthook = lambda *e: print(e[:2]); raise ValueError(3)",
+    "click": "import click; click.command()(lambda: click.get_current_context().fail('no'))()",
+    "success": "print('done')",
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_script_ends_as_without_us(name, tmp_path):
+    """Output, traceback, exit status, ``sys.argv``, ``__file__`` and the search path are its own.
+
+    Options after the script are the script's.
+    """
+    (tmp_path / "train.py").write_text(ENDS[name])
+    stock = python(tmp_path, "train.py", "--report", "x", "-m")
+    ours = python(tmp_path, "-m", "fusedce", "run", "train.py", "--report", "x", "-m")
+    assert ours.returncode == stock.returncode
+    lines = [line for line in ours.stderr.splitlines() if not line.startswith("fusedce run:")]
+    assert lines == stock.stderr.splitlines()
+    assert ours.stdout == stock.stdout
+    assert len(lines) == len(ours.stderr.splitlines()) - 1
+
+
+def test_a_module_is_run_as_by_python(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text("import sys; print(sys.argv, sys.path[0])")
+    stock = python(tmp_path, "-m", "package", "-m", "x")
+    ours = python(tmp_path, "-m", "fusedce", "run", "-m", "package", "-m", "x")
+    assert (ours.returncode, ours.stdout) == (0, stock.stdout)
+
+
+@pytest.mark.parametrize("command", ["run", "audit"])
+def test_a_script_may_set_variables_before_it_imports_torch(command, tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import sys; print({'torch', 'transformers'} & sys.modules.keys())"
+    )
+    assert python(tmp_path, "-m", "fusedce", command, "train.py").stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nothing.py"], "there is no script 'nothing.py'"),
+        (["json"], "for a module: fusedce run -m json"),
+        (["torchrun", "train.py"], "torchrun --nproc_per_node 2 -m fusedce run train.py"),
+        (["accelerate", "launch", "x.py"], "accelerate launch -m fusedce run train.py"),
+        (["-m", "torch.distributed.run", "train.py"], "-m fusedce run train.py"),
+        ([], "Missing argument 'SCRIPT'"),
+    ],
+)
+def test_a_wrong_call_of_run(arguments, words):
+    done = call("run", *arguments)
+    assert done.exit_code == 2
+    assert words in " ".join(done.stderr.split())
+
+
+# ---- Trainer -----------------------------------------------------------------------------------
+
+
+def losses(log, key="loss"):
+    return [entry[key] for entry in log if key in entry]
+
+
+def mean_loss_of_rows():
+    """Nats per token of the script's model before its first step, over all rows, in float64."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    space = {"__name__": "imported"}
+    exec(TRAINER, space)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=61, n_embd=16, n_layer=1, n_head=2, n_positions=64, resid_pdrop=0,
+                   embd_pdrop=0, attn_pdrop=0, bos_token_id=1, eos_token_id=2)
+    ).double().eval()  # fmt: skip
+    total = count = 0
+    for row in space["rows"]:
+        ids = row["input_ids"]
+        with torch.no_grad():
+            logprobs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+        total -= float(logprobs.gather(-1, ids[1:, None]).sum())
+        count += len(ids) - 1
+    return total / count
+
+
+def test_a_trainer_script_logs_the_token_mean(tmp_path):
+    """A step of 8 micro-batches of one row each logs the mean over the tokens of all rows.
+
+    It evaluates, saves, and goes on from a checkpoint with the losses of the first run.
+    """
+    (tmp_path / "train.py").write_text(TRAINER)
+    report, done = fused(tmp_path, "train.py", "8")
+    first, resumed = json.loads(done.stdout.splitlines()[-1])
+    assert losses(first)[0] == pytest.approx(mean_loss_of_rows(), rel=SAME_MODEL)
+    assert losses(resumed) == pytest.approx(losses(first), rel=8 * SAME_MODEL)
+    evaluated = losses(first, "eval_loss")
+    assert len(evaluated) == 2
+    assert evaluated[0] == pytest.approx(losses(first)[2], rel=SAME_MODEL)  # all rows, as a step
+    assert (tmp_path / "out" / "checkpoint-4" / "model.safetensors").exists()
+    models = report["models"]
+    assert [(m["class"], m["replaced"], m["logits_made"]) for m in models] == [
+        ("GPT2LMHeadModel", True, 0)
+    ] * 2
+    assert models[0]["losses_fused"] == 4 * 8 + 2 * 8 + 1  # training, evaluation, the shift
+    trainer = {"name": "Trainer", "mixin": "FusedTrainerMixin", "why_not": None}
+    assert report["trainers"] == [trainer] * 2
+
+
+@pytest.mark.slow
+def test_a_trainer_script_without_us_logs_a_mean_of_means(tmp_path):
+    """The control: what the test above compares is wrong in the stock program."""
+    (tmp_path / "train.py").write_text(TRAINER)
+    done = python(tmp_path, "train.py", "8")
+    first, _ = json.loads(done.stdout.splitlines()[-1])
+    assert abs(losses(first)[0] - mean_loss_of_rows()) > 0.01
+
+
+@pytest.mark.slow
+def test_a_trainer_script_on_two_ranks(tmp_path):
+    """Four micro-batches on each of two ranks log and save what eight on one do."""
+    (tmp_path / "train.py").write_text(TRAINER)
+    _, done = fused(tmp_path, "train.py", "4", ranks=2)
+    first, resumed = json.loads(done.stdout.splitlines()[-1])
+    assert losses(first)[0] == pytest.approx(mean_loss_of_rows(), rel=SAME_MODEL)
+    assert losses(resumed) == pytest.approx(losses(first), rel=8 * SAME_MODEL)
+    _, done = fused(tmp_path, "train.py", "8")
+    alone, _ = json.loads(done.stdout.splitlines()[-1])
+    for key in ("loss", "eval_loss"):
+        assert losses(first, key) == pytest.approx(losses(alone, key), rel=8 * SAME_MODEL)
+
+
+REFUSED = """
+import sys
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+class Weighted(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        out = model(**inputs)
+        return (2 * out.loss, out) if return_outputs else 2 * out.loss
+
+ids = torch.arange(3, 20)
+rows = [{"input_ids": ids, "labels": ids}] * 4
+for kind, smoothing in ((Weighted, 0), (Trainer, 0.1)):
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=61, n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    args = TrainingArguments(
+        "out", max_steps=1, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True,
+        disable_tqdm=True, label_smoothing_factor=smoothing,
+    )
+    trainer = kind(model=GPT2LMHeadModel(config), args=args, train_dataset=rows)
+    trainer.train()
+    print("is", type(trainer) is kind, trainer.state.log_history[0]["loss"])
+"""
+
+
+@pytest.mark.slow
+def test_a_loss_that_we_do_not_know_stays_the_scripts(tmp_path):
+    """Its losses and its class are the stock program's, and the reason is said."""
+    (tmp_path / "train.py").write_text(REFUSED)
+    stock = [line for line in python(tmp_path, "train.py").stdout.splitlines() if "is " in line]
+    report, done = fused(tmp_path, "train.py")
+    ours = [line for line in done.stdout.splitlines() if "is " in line]
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert mine.split()[:2] == theirs.split()[:2] == ["is", "True"]
+        assert float(mine.split()[2]) == pytest.approx(float(theirs.split()[2]), rel=SAME_MODEL)
+    why = [trainer["why_not"] for trainer in report["trainers"]]
+    assert "Weighted has a compute_loss of its own" in why[0]
+    assert "label_smoothing_factor" in why[1]
+    assert "Trainer keeps its loss (FusedTrainerMixin computes" in done.stderr
+
+
+# ---- TRL and a plain loop ----------------------------------------------------------------------
+
+
+def logged(done):
+    """The dictionaries that a trainer has printed, without times."""
+    lines = [ast.literal_eval(line) for line in done.stdout.splitlines() if line.startswith("{'")]
+    return [
+        {key: float(x) for key, x in entry.items() if not any(t in key for t in ("time", "second"))}
+        for entry in lines
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("program", ["sft", "dpo", "kto", "grpo"])
+def test_a_program_of_trl_is_run_unchanged(program, ranks, tmp_path):
+    """It logs what the stock program logs, on one rank and on two, and makes no logits."""
+    trl_1_16()
+    trl_programs.write(tmp_path)
+    arguments = ["-m", f"trl.scripts.{program}", *trl_programs.arguments(program, tmp_path)]
+    stock = logged(python(tmp_path, *(TWO if ranks == 2 else []), *arguments))
+    report, done = fused(tmp_path, *arguments, ranks=ranks)
+    ours = logged(done)
+    assert len(ours) == len(stock) == 3  # two steps and the summary
+    for mine, exact in zip(ours, stock, strict=True):
+        assert mine.keys() == exact.keys()
+        if program == "sft":  # the run's loss: over its tokens here, over its steps there
+            mine.pop("train_loss", None), exact.pop("train_loss", None)
+        for key in mine:  # they are printed to four digits
+            assert mine[key] == pytest.approx(exact[key], rel=1e-3, abs=1e-4), key
+    mixin = "FusedTrainerMixin" if program == "sft" else "FusedPolicyMixin"
+    assert [trainer["mixin"] for trainer in report["trainers"]] == [mixin]
+    assert all(model["replaced"] and model["logits_made"] == 0 for model in report["models"])
+    assert sum(model["losses_fused"] for model in report["models"]) >= 2
+
+
+LOOP = """
+import torch, transformers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+def main():
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+                         num_attention_heads=2)
+    LlamaForCausalLM(config).save_pretrained("model")
+    models = [
+        AutoModelForCausalLM.from_pretrained("model"),
+        AutoModelForCausalLM.from_config(config),
+        transformers.AutoModelForSequenceClassification.from_config(config),
+    ]
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
+    ids = torch.arange(3, 33)[None]
+    for _ in range(3):
+        out = models[0](input_ids=ids, labels=ids)
+        out.loss.backward()
+        print(f"{out.loss.item():.6f}")
+        optimizer.step()
+        optimizer.zero_grad()
+    print(models[1](input_ids=ids, labels=ids).logits.argmax().item())
+
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_plain_loop_has_the_heads_of_its_models_replaced(tmp_path):
+    """Whatever made them; the report outlives them, and names the line that made logits."""
+    (tmp_path / "train.py").write_text(LOOP)
+    stock = python(tmp_path, "train.py")
+    report, done = fused(tmp_path, "train.py")
+    assert [float(x) for x in done.stdout.split()] == pytest.approx(
+        [float(x) for x in stock.stdout.split()], **CLOSE
+    )
+    saved, loaded, made = report["models"]
+    assert (saved["losses_fused"], loaded["losses_fused"], made["losses_fused"]) == (0, 3, 1)
+    assert (loaded["logits_made"], made["logits_made"]) == (0, 1)
+    assert "argmax" in made["why_not"][0]
+    assert f"{tmp_path / 'train.py'}:23" in made["why_not"][0]
+    assert report["trainers"] == []
