@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 EXTRAS := .[cli,testing,transformers]
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all quick compiled fuzz test-oldest test-newest lint docs clean
+.PHONY: help demo test test-slow test-all quick compiled gpu fuzz test-oldest test-newest test-torch2.11 lint docs clean
 
 help:
 	@echo "make demo   train a small model three ways, compare, write out/ (set-up, then 2 minutes)"
@@ -14,11 +14,13 @@ help:
 	@echo "make test-all  every test: test and test-slow"
 	@echo "make quick  make test without the compiled kernels"
 	@echo "make compiled  all tests of what Triton compiles for sm_80 and sm_90, without a GPU"
+	@echo "make gpu    all tests of compiled kernels on this machine's GPU; the three above have it, too"
 	@echo "            JITTER=7 sums products as another CPU would, ORDER=7 shuffles the tests,"
 	@echo "            TESTS=tests/loss chooses among them: for each of the five"
 	@echo "make fuzz   property tests on random examples for SECONDS=300"
-	@echo "make test-oldest, make test-newest"
-	@echo "            every test with the oldest and the newest torch and Triton (Python 3.10, 3.13)"
+	@echo "make test-oldest, make test-newest, make test-torch2.11"
+	@echo "            every test with the oldest and the newest torch and Triton (Python 3.10, 3.13),"
+	@echo "            and with those that GPU results were measured with (Python 3.12)"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   build the site to out/site, warnings as errors (its own set-up: .venv-docs)"
 	@echo "make clean  remove the environments, out/ and caches"
@@ -31,12 +33,14 @@ demo: $(STAMP)
 test: CHOSEN = -m "not slow"
 test-slow: CHOSEN = -m slow
 test test-slow test-all: $(STAMP)
-	@begin=$$(date +%s); export FAILED_TESTS=$$(mktemp); status=0; \
-	for part in quick compiled; do \
-		$(MAKE) --no-print-directory $$part CHOSEN='$(CHOSEN)' || status=1; \
+	@begin=$$(date +%s); export FAILED_TESTS=$$(mktemp); status=0; parts=; \
+	for part in quick compiled gpu; do \
+		if [ $$part = gpu ] && ! $(HAS_GPU); then parts="$$parts, gpu not here"; continue; fi; \
+		if $(MAKE) --no-print-directory $$part CHOSEN='$(CHOSEN)'; then parts="$$parts, $$part passed"; \
+		else status=1; parts="$$parts, $$part FAILED"; fi; \
 	done; \
 	if [ $$status = 0 ]; then end="passed"; else end="FAILED: $$(paste -sd ' ' $$FAILED_TESTS)"; fi; \
-	rm $$FAILED_TESTS; echo "== $@: $$end ($$(($$(date +%s) - begin)) s)"; exit $$status
+	rm $$FAILED_TESTS; echo "== $@: $$end ($$(($$(date +%s) - begin)) s: $${parts#, })"; exit $$status
 
 # Two processes of one thread each. pytest prints the slowest tests, here and in CI.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --durations=20 $(if $(JITTER),--jitter $(JITTER)) \
@@ -52,6 +56,13 @@ compiled: $(STAMP)
 	@echo "== what Triton makes for sm_80 and sm_90, interpreted"
 	@$(PYTEST) $(CHOSEN) tests/compiled
 
+# A file of tests is a process, so that a context that dies takes no other file with it.
+HAS_GPU = $(BIN)/python -c "import sys, torch; sys.exit(not torch.accelerator.is_available())"
+gpu: $(STAMP)
+	@echo "== compiled kernels on the GPU"
+	@$(HAS_GPU) || { echo "torch sees no GPU here"; exit 1; }
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 8 --dist loadfile --durations=20 tests/gpu
+
 SECONDS ?= 300
 fuzz: $(STAMP)
 	@echo "== fuzz: property tests on random examples for $(SECONDS) seconds"
@@ -60,8 +71,9 @@ fuzz: $(STAMP)
 # Each has its own environment, as big as its torch (about 8 GB), and the Python named here where
 # that is installed. TESTS=tests/loss chooses among the tests.
 PYTHON_oldest ?= $(shell python3.10 -V >/dev/null 2>&1 && echo python3.10 || echo $(PYTHON))
+PYTHON_torch2.11 ?= $(shell python3.12 -V >/dev/null 2>&1 && echo python3.12 || echo $(PYTHON))
 PYTHON_newest ?= $(shell python3.13 -V >/dev/null 2>&1 && echo python3.13 || echo $(PYTHON))
-test-oldest test-newest: test-%: .venv-%/.installed
+test-oldest test-newest test-torch2.11: test-%: .venv-%/.installed
 	@echo "== test-$*: the suite with what constraints-$*.txt pins"
 	@OMP_NUM_THREADS=1 .venv-$*/bin/pytest -n 2 $(or $(TESTS),--ignore=tests/compiled)
 	@$(if $(TESTS),,OMP_NUM_THREADS=1 .venv-$*/bin/pytest -n 2 tests/compiled)
@@ -79,7 +91,7 @@ docs: .venv-docs/.installed
 
 clean:
 	@echo "== clean: removing the environments, out/ and caches"
-	@rm -rf .venv .venv-oldest .venv-newest .venv-docs out build dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .cache
+	@rm -rf .venv .venv-oldest .venv-newest .venv-torch2.11 .venv-docs out build dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A changed dependency list installs again; a failed install leaves no stamp.

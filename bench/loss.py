@@ -1,20 +1,19 @@
 """Time, memory and accuracy of the loss, against its peers and the bare GEMMs.
 
-    python bench/loss.py                               # a CPU: bench/results/loss-cpu.json
+    python bench/loss.py                               # all: bench/results/loss-cpu.json
     python bench/loss.py --suite time forward --shape 1024,576,49152 --dtype bfloat16
-    python bench/loss.py --device cuda --suite time forward --resume --seconds 420
+    python bench/loss.py --suite time forward --resume --seconds 420
     python bench/report.py bench/results/loss-cpu.json # tables and plots from the JSON
     ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 MKL_ENABLE_INSTRUCTIONS=AVX512_E2 \
         python bench/loss.py --suite time forward      # as a CPU without AMX: loss-cpu-avx512-bf16
     ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
         python bench/loss.py --suite time forward      # as one with AVX2 alone: loss-cpu-avx2
 
-Calls take turns, so that a drifting machine favours none: on a CPU in one process, in processor
-time of one thread (`--threads` above one: wall time, which needs a quiet machine); on a GPU in a
-process each, so that a peer's crash is a row of the table. Errors are relative, of gradients in the
-norm, against float64. The floor is the bare products on the valid rows in the same dtype. The JSON
-is written after every burst; --resume goes on from what it holds already for this code, and
---seconds begins no problem after that long.
+Calls take turns in one process, so that a drifting machine favours none, in processor time of one
+thread (`--threads` above one: wall time, which needs a quiet machine). Errors are relative, of
+gradients in the norm, against float64. The floor is the bare products on the valid rows in the same
+dtype. The JSON is written after every burst; --resume goes on from what it holds already for this
+code, and --seconds begins no problem after that long. (`bench/gpu.py` measures on a GPU.)
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 from lib.engine import MEASURED, Call, Engine, median
-from lib.problems import LOSSES, OURS, SUITES, Spec, check_of, flops, gradient_bytes, problems
+from lib.problems import LOSSES, SUITES, Spec, flops, gradient_bytes, problems
 from lib.results import FOLDER, Results, device_name, problem
 from lib.tables import mebibytes, milliseconds
 
@@ -38,21 +37,20 @@ EMULATORS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIO
 _WITH_MEMORY = ("memory", "budget")
 
 
-def file_of(device: str) -> Path:
+def results_file() -> Path:
     """Where results go: the name says which CPU was emulated, if one was."""
     limits = " ".join(os.environ.get(name, "").upper() for name in EMULATORS)
     of = "-avx2" if "AVX2" in limits else "-avx512-bf16" if "BF16" in limits else ""
-    return FOLDER / f"loss-{device}{of}.json"
+    return FOLDER / f"loss-cpu{of}.json"
 
 
 def measure(
     engine: Engine, results: Results, suite: str, spec: Spec, names: list[str], *,
-    dry: bool = False, resume: bool = False,
+    resume: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Measure and write a row for each implementation, each burst as soon as it is done.
 
-    ``resume``: go on from the rows that ``results`` holds; ``dry``: in one process, to see all
-    implementations through soon.
+    ``resume``: go on from the rows that ``results`` holds.
     """
     timed = suite != "memory"
     key = {"suite": suite, **spec._asdict()}
@@ -64,19 +62,16 @@ def measure(
     calls = {}
     for name, row in rows.items():
         row.pop("unfinished", None)
-        process = "all" if dry or engine.on_cpu else name
         if "errors" not in row and "failed" not in row:
-            check = {"name": name, "spec": list(check_of(spec))}
-            status, answer = engine.ask(process, "lib.problems:errors", check)
+            check = {"name": name, "spec": list(spec)}
+            status, answer = engine.ask("all", "lib.problems:errors", check)
             row["errors" if status == "ok" else "failed"] = answer
             results.put_unfinished(row)
         if "failed" not in row:
             of_call = {"name": name, "spec": list(spec)}
-            calls[name] = Call("lib.problems:make_call", of_call, process, gradient_bytes(spec))
-    # On a CPU a peak costs a process: training steps have a suite for it. A dry run tries one.
-    peaks = suite in _WITH_MEMORY or (suite == "time" and not engine.on_cpu)
-    asked = OURS if dry and suite == "time" else names if peaks and not dry else []
-    memory = tuple(n for n in calls if n in asked)
+            calls[name] = Call("lib.problems:make_call", of_call, "all", gradient_bytes(spec))
+    # A peak costs a process: training steps have a suite for it.
+    memory = tuple(calls) if suite in _WITH_MEMORY else ()
 
     def keep(name: str, found: dict[str, Any]) -> None:
         rows[name] = {k: v for k, v in rows[name].items() if k not in MEASURED} | found
@@ -99,33 +94,29 @@ def main() -> int:
         description=__doc__.splitlines()[0],
         epilog="suites: " + "; ".join(f"{name}: {what}" for name, what in SUITES.items()),
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--suite", nargs="+", choices=list(SUITES), default=list(SUITES))
     parser.add_argument("--only", nargs="+", choices=list(LOSSES), help="losses to run")
     parser.add_argument("--shape", nargs="+", help="N,H,V: only problems of these sizes")
     parser.add_argument("--dtype", nargs="+", help="only problems of these dtypes")
-    parser.add_argument("--threads", type=int, default=1, help="of a CPU (default 1)")
-    parser.add_argument("--rounds", type=int, help="timed rounds (default 5; 3 on a CPU)")
-    parser.add_argument("--calls", type=int, help="calls of a round (default 10; 1 on a CPU)")
+    parser.add_argument("--threads", type=int, default=1, help="default 1")
+    parser.add_argument("--rounds", type=int, help="timed rounds (default 3)")
+    parser.add_argument("--calls", type=int, help="calls of a round (default 1)")
     parser.add_argument("--quick", action="store_true", help="the first problem of each suite")
     parser.add_argument("--resume", action="store_true", help="leave out what --out holds already")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing later")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one order")
-    parser.add_argument("--dry", action="store_true", help="a GPU's suites at tiny sizes, anywhere")
+    parser.add_argument("--dry", action="store_true", help="the suites at tiny sizes")
     parser.add_argument("--out", type=Path, help="JSON to write, added to problem by problem")
     args = parser.parse_args()
     begin = time.monotonic()
     torch.set_num_threads(args.threads)
     limits = " ".join(f"{name}={os.environ[name]}" for name in EMULATORS if name in os.environ)
-    results = Results(args.out or file_of(args.device), args.device, limits=limits)
-    print(device_name(args.device), flush=True)
-    gpu = args.dry or torch.device(args.device).type != "cpu"
+    results = Results(args.out or results_file(), "cpu", limits=limits)
+    print(device_name("cpu"), flush=True)
     left = 0
-    with Engine(args.device, rounds=args.rounds, calls=args.calls, timeout=args.timeout) as engine:
+    with Engine("cpu", rounds=args.rounds, calls=args.calls, timeout=args.timeout) as engine:
         for suite in args.suite:
-            for number, (spec, names) in enumerate(
-                problems(suite, args.device, gpu=gpu, dry=args.dry)
-            ):
+            for number, (spec, names) in enumerate(problems(suite, dry=args.dry)):
                 if args.quick and number:
                     break
                 sizes = f"{spec.N},{spec.H},{spec.V}"
@@ -142,9 +133,7 @@ def main() -> int:
                     left += 1
                     continue
                 chosen = [n for n in names if not args.only or n in args.only]
-                rows = measure(
-                    engine, results, suite, spec, chosen, dry=args.dry, resume=args.resume
-                )
+                rows = measure(engine, results, suite, spec, chosen, resume=args.resume)
                 for row in rows:
                     print(f"    {row['name']:30} {said(row)}", flush=True)
     print(f"written: {results.path}")

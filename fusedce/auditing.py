@@ -19,7 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fusedce.accumulate.engines import current_backward, is_held_by_fsdp2, when_backward_ends
 from fusedce.accumulate.gradients import LISTENERS, norms_of
@@ -77,7 +81,7 @@ class MicroBatch:
 
     loss_sum: float  # nats
     n_tokens: int  # trained
-    weight: float  # the mean weight of a token in the gradient of this rank
+    weight: float  # the mean weight of a token in the gradient of this rank; NaN: unknown
     even: bool = True  # whether all tokens have this weight, as far as it is known
 
 
@@ -111,12 +115,14 @@ class Audit:
         self._unseen = 0  # optimizer steps without a micro-batch
         self._backward = -1  # id of the backward that runs, or ran last
         self._after_backward = 0.0  # the size of all gradients when that backward ended
+        self._is_stepping = False  # a closure may be evaluated several times in a step
         self._handles: list[Any] = []
 
     def __enter__(self) -> Audit:
         self._parameters = {id(p) for p in self._model.parameters()}
         self._handles = [
             self._model.register_forward_hook(self._after_forward),
+            register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
         LISTENERS.append(self._after_correction)
@@ -198,6 +204,9 @@ class Audit:
     def _count_lost(self) -> None:
         """Count the micro-batches whose gradients have been in ``.grad`` and are not any more."""
         if self._after_backward and not self._size() and not is_held_by_fsdp2(self._model):
+            if self._is_stepping:  # LBFGS asks for the loss at other weights, and begins anew
+                self._now = _Open(logged=self._now.logged)
+                return
             self._now.lost = len(self._now.micro)
             self._now.overflowed |= not math.isfinite(self._after_backward)
 
@@ -207,9 +216,15 @@ class Audit:
             micro.weight *= factor
         self._after_backward *= factor
 
+    def _owns(self, optimizer: Optimizer) -> bool:
+        return any(id(p) in self._parameters for g in optimizer.param_groups for p in g["params"])
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._is_stepping = self._owns(optimizer)
+
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """End the open step, after the optimizer's: its closure may run the last backward."""
-        mine = any(id(p) in self._parameters for g in optimizer.param_groups for p in g["params"])
+        mine, self._is_stepping = self._owns(optimizer), False
         self._unseen += mine and not self._now.micro
         if mine and self._now.micro:
             self._count_lost()
@@ -241,6 +256,10 @@ class Audit:
             if not micro:
                 continue
             n = sum(m.n_tokens for m in micro)
+            known = [m.weight for m in micro if not math.isnan(m.weight)]
+            usual = sum(known) / len(known) if known else averaged_over / n
+            for m in micro:
+                m.weight = usual if math.isnan(m.weight) else m.weight
             weights = [m.weight / averaged_over * n for m in micro]  # 1 if the loop is right
             shares = [w * m.n_tokens for w, m in zip(weights, micro, strict=True)]
             least = min(weights)
@@ -385,13 +404,15 @@ def micro_batch_of(logits: Tensor, grad: Tensor) -> MicroBatch:
     A row's gradient is ``w * (softmax - target)``. Beside the label, the target is one number: 0,
     or what label smoothing puts there. So ``w`` is the slope of the gradient over the
     probabilities of the other classes; without smoothing, its entry at the label tells ``w`` best.
+    Where the label is nearly certain that entry is rounding, and the other ones tell it.
     """
     found = []
     rows = zip(logits.flatten(0, -2).split(_ROWS), grad.flatten(0, -2).split(_ROWS), strict=True)
     for z, g in rows:
-        trained = g.min(-1).values < 0
+        trained = (g != 0).any(-1)
         g, logprobs = g[trained].double(), torch.log_softmax(z[trained].double(), -1)
-        labels = g.argmin(-1, keepdim=True)
+        is_certain = g.min(-1, keepdim=True).values >= 0
+        labels = torch.where(is_certain, logprobs.argmax(-1, True), g.argmin(-1, True))
         others = torch.ones_like(g, dtype=torch.bool).scatter_(-1, labels, False)
         # The least-squares line through the gradient over the probabilities.
         n = others.sum(-1)
@@ -402,12 +423,14 @@ def micro_batch_of(logits: Tensor, grad: Tensor) -> MicroBatch:
         of_label = logprobs.gather(-1, labels)[:, 0]
         gap = -torch.expm1(of_label)
         smooth = -offset * g.shape[-1] > _SMOOTHED * slope.clamp(min=0)
-        weight = torch.where(smooth, slope, -g.gather(-1, labels)[:, 0] / gap)
+        rest, at_label = (g * others).sum(-1), -g.gather(-1, labels)[:, 0]
+        at_label = torch.where(gap < _CERTAIN, rest, at_label)
+        weight = torch.where(smooth, slope, at_label / gap)
         target = logprobs.exp() - g / weight[:, None]
         loss = torch.where(smooth, -(target * logprobs).sum(-1), -of_label)
-        found.append(torch.stack([gap, weight, loss])[:, gap > 0])
+        found.append(torch.stack([gap, torch.where(gap > 0, weight, 0), loss]))
     gap, weight, loss = torch.cat(found, -1).unbind()
-    mean = float((weight * gap).sum() / gap.sum()) if len(gap) else 0.0
+    mean = float((weight * gap).sum() / gap.sum()) if len(gap) else 0.0  # NaN: p = 1 everywhere
     # The weight of a token whose label is nearly certain is a quotient of rounding errors.
     off = (weight - mean).abs()[gap > _CERTAIN] > _UNEVEN * abs(mean)
     return MicroBatch(float(loss.sum()), len(loss), mean, not bool(off.any()))

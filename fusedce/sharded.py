@@ -50,9 +50,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from fusedce.contract.checks import is_sharded
 from fusedce.contract.groups import Ranks
 from fusedce.loss import fused_argmax, fused_ce, fused_cross_entropy, fused_logprobs
-from fusedce.loss.sharded_problem import is_sharded
 
 __all__ = ["sharded_argmax", "sharded_ce", "sharded_cross_entropy", "sharded_logprobs"]
 

@@ -26,6 +26,7 @@ JSD: tl.constexpr = tl.constexpr(2)
 EDGE: tl.constexpr = tl.constexpr(3)  # JSD with beta below 0.1 or above 0.9
 NEVER: tl.constexpr = tl.constexpr(1e30)  # a logit of -inf counts as minus this
 FAR: tl.constexpr = tl.constexpr(1e20)  # ... and is below minus this after scale and temperature
+NEAR: tl.constexpr = tl.constexpr(0.5)  # log-sum-exps no further apart: subtract logits
 # A class counts as possible if its log-probability is above this (float64 can hold it). If the
 # other head excludes such a class (a logit of -inf), the divergence is infinite.
 HARDLY: tl.constexpr = tl.constexpr(-700.0)
@@ -60,6 +61,12 @@ def add_to_sum(z, top, total):
     total = total * tl.exp2((top - new) * LOG2E).to(tl.float64)
     # The maximum may drop a NaN, the sum keeps it.
     return new, total + tl.sum(tl.exp2((z - new) * LOG2E), axis=0).to(tl.float64)
+
+
+@triton.jit
+def low_part(x):
+    """What float32 drops of a float64."""
+    return (x - x.to(tl.float32).to(tl.float64)).to(tl.float32)
 
 
 @triton.jit
@@ -109,16 +116,22 @@ def log_and_remainder(x):
 
 
 @triton.jit
-def class_terms(z, t, lse, lse_t, shift, share, rest, KIND: tl.constexpr):
+def class_terms(z, t, lse, low, lse_t, low_t, share, rest, KIND: tl.constexpr):
     """The divergence's terms of a block's classes, with q, the logarithm and ``q - p`` of each.
 
-    The logarithm is that of q over p, or over the mixture; 0 where no gradient needs it.
+    The logarithm is that of q over p, or over the mixture; 0 where no gradient needs it. A
+    log-sum-exp is ``lse + low``, two floats: one alone is off by whole nats where logits are large.
     """
-    d = (t - z) + shift
+    log_q = (z - lse) - low
+    log_p = (t - lse_t) - low_t
+    # Near equality the difference of logits is exact. Heads of other log-sum-exps have other
+    # logits, which may be far larger than their log-probabilities.
+    shift = (lse - lse_t) + (low - low_t)
+    d = tl.where(tl.abs(shift) <= NEAR, (t - z) + shift, log_p - log_q)
     size = tl.abs(d)
     e, k = expm1_and_remainder(size)
     teacher = d > 0  # has the larger probability
-    big = tl.exp2(tl.maximum(z - lse, t - lse_t) * LOG2E)
+    big = tl.exp2(tl.maximum(log_q, log_p) * LOG2E)
     q = tl.where(teacher, big * (1.0 + e), big)
     gap = tl.where(teacher, big * e, -big * e)
     # Minus the divergence of the smaller one from the larger, over big; it tends to -1.
@@ -236,16 +249,19 @@ def divergence_rows_kernel(
     lse = tl.log(sum_s) + top_s.to(tl.float64)
     lse_t = tl.log(sum_t) + top_t.to(tl.float64)
     impossible = given - (lse if KIND == REVERSE else lse_t) > HARDLY
-    shift = (lse - lse_t).to(tl.float32)
     bad = lse - lse + (lse_t - lse_t)  # 0, or NaN
+    low = low_part(lse)
+    low_t = low_part(lse_t)
     lse = lse.to(tl.float32)
     lse_t = lse_t.to(tl.float32)
     nll = tl.zeros((), tl.float64)
     lse_1 = tl.zeros((), tl.float32)
+    low_1 = lse_1
     g_label = tl.zeros((), tl.float32)
     if HAS_CE:
         own = z_label.to(tl.float64)
         nll, excess = label_loss(top_1, sum_1, own)
+        low_1 = low_part(own + nll)
         lse_1 = (own + nll).to(tl.float32)
         g_label = -(tl.exp(excess - nll)).to(tl.float32)  # p - 1
 
@@ -262,7 +278,7 @@ def divergence_rows_kernel(
         for start in range(0, V, BLOCK_V):
             z = row_logits(student, bias, start, V, scale, softcap, BLOCK_V)
             t = row_logits(teacher, teacher_bias, start, V, teacher_scale, teacher_softcap, BLOCK_V)
-            term, q, x, gap = class_terms(z, t, lse, lse_t, shift, share, rest, KIND)
+            term, q, x, gap = class_terms(z, t, lse, low, lse_t, low_t, share, rest, KIND)
             inside = start + offs_v < V
             divergence += tl.sum(tl.where(inside, term, 0.0), axis=0).to(tl.float64)
             mean += tl.sum(tl.where(inside, q * x, 0.0), axis=0)
@@ -287,7 +303,7 @@ def divergence_rows_kernel(
             z = row_logits(student, bias, start, V, scale, softcap, BLOCK_V)
             t = row_logits(teacher, teacher_bias, start, V, teacher_scale, teacher_softcap, BLOCK_V)
             inside = start + offs_v < V
-            term, q, x, gap = class_terms(z, t, lse, lse_t, shift, share, rest, KIND)
+            term, q, x, gap = class_terms(z, t, lse, low, lse_t, low_t, share, rest, KIND)
             if KIND == FORWARD:
                 divergence += tl.sum(tl.where(inside, term, 0.0), axis=0).to(tl.float64)
                 g = gap
@@ -297,7 +313,7 @@ def divergence_rows_kernel(
                 g *= rest
             if HAS_CE:
                 at = start + offs_v == label
-                p_1 = tl.exp2((z * to_plain - lse_1) * LOG2E)
+                p_1 = tl.exp2(((z * to_plain - lse_1) - low_1) * LOG2E)
                 g += of_ce * to_plain * tl.where(at, g_label, p_1)
             slope = logits_slope(z, None, softcap)
             g *= slope * amplify

@@ -1,12 +1,13 @@
 """Kernels that add the labels' entries to the gradients of hidden states and head.
 
-A chunk holds the gradient of its logits in two bytes. The label's entry of a row is far larger than
-the others; rounded to two bytes, it would make most of the error of ``grads.T @ hidden``: ``p - 1``
-may lie midway between two bf16 numbers. So :mod:`fusedce.kernels.softmax_grad` keeps this entry in
-float32, outside of the matrix and without the row's factor. With labels ``(..., K)`` the gradient
-has such entries at the K classes too. `label_grad_kernel` adds the entries to the gradient of
-the head, `hidden_grad_kernel` to that of the hidden states, and `scale_kernel` multiplies a
-finished gradient by the factor that arrives in backward.
+A chunk holds the gradient of its logits in the inputs' dtype, often of two bytes. The label's entry
+of a row is far larger than the others; rounded to two bytes, it would make most of the error of
+``grads.T @ hidden``: ``p - 1`` may lie midway between two bf16 numbers. So
+:mod:`fusedce.kernels.softmax_grad` keeps this entry in float32, outside of the matrix and without
+the row's factor. With labels ``(..., K)`` the gradient has such entries at the K classes too.
+`label_grad_kernel` adds the entries to the gradient of the head, `hidden_grad_kernel` to that of
+the hidden states, and `scale_kernel` multiplies a finished gradient by the factor that arrives in
+backward.
 
 Entries of one class are added to one row of the head's gradient. They are sorted by class first (a
 stable sort: entries of one class stay in the order of the chunk). The program at the first entry of

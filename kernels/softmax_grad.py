@@ -92,7 +92,7 @@ def label_of_tile(labels, c, begin, start, T, BLOCK_V: tl.constexpr):
 )  # fmt: skip
 def exp_tile_kernel(
     products,  # (rows, T) fp32, rows padded: hidden[first:] @ weight[begin : begin + T].T
-    exps,  # (C, V) out: exponentials times the slope of their logits, 0 at the label
+    exps,  # (C, width >= V) out: exponentials times the slope of their logits, 0 at the label
     bias,  # (V,) or None
     labels,  # (C,) int
     z_label,  # (C,) fp32, or None: every block has a reference of its own
@@ -151,12 +151,12 @@ def exp_tile_kernel(
     ]
 )  # fmt: skip
 def softmax_rows_kernel(
-    exps,  # (C, V), rewritten in place
+    exps,  # (C, width >= V), rewritten in place
     hidden,  # (C, H)
     scaled,  # (C, H) out, or None: hidden times the rows' factors
     labels,  # (C,) int
-    maxima,  # (blocks, rows) fp32
-    sums,  # (blocks, rows) fp32
+    maxima,  # (blocks, C) fp32
+    sums,  # (blocks, C) fp32
     z_label,  # (C,) fp32
     losses,  # (C,) fp32 out
     entries,  # (C,) fp32 out: the label's gradient, 0 in exps; without AMPLIFY and row factor

@@ -28,6 +28,8 @@ def program_of_grid(pid, N, splits, BLOCK_N: tl.constexpr, GROUP_N: tl.constexpr
 def logits_tile(
     hidden_rows,  # (BLOCK_N,) pointers to the rows of hidden, all readable
     weight,  # (V, H)
+    hidden_tiles,  # tensor descriptor of hidden with blocks (BLOCK_N, BLOCK_H), or None: by rows
+    start_n,  # first row of the block, with hidden_tiles
     weight_tiles,  # tensor descriptor of weight with blocks (BLOCK_V, BLOCK_H): TMA, which pads
     # with zeros past V; or None
     bias,  # (V,) or None
@@ -54,7 +56,10 @@ def logits_tile(
     weight_rows = weight + offs_v.to(tl.int64) * stride_wv
     acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     for start_h in range(0, H, BLOCK_H):
-        h = tl.load(hidden_rows[:, None] + (start_h + offs_h)[None, :])
+        if hidden_tiles is not None:
+            h = hidden_tiles.load([start_n, start_h])
+        else:
+            h = tl.load(hidden_rows[:, None] + (start_h + offs_h)[None, :])
         if weight_tiles is not None:
             w = weight_tiles.load([start_v, start_h]).T
         else:

@@ -10,12 +10,12 @@ registers, and one of three epilogues, chosen at compile time, takes what it nee
   sums, is then exact. One launch returns the sum of the losses: each program takes a ticket; the
   one that draws the last ticket of a row block merges its splits, and the one that draws the last
   of all adds up the losses. No program waits for another.
-* ``STATISTICS``, of every row, carries along, relative to the running maximum ``m``, ``others``:
-  the sum of exponentials without the maximum's own 1, and ``moment``: the sum of
-  ``exp(z - m) * (m - z)``. Both are sums of what is not negative, and entropy and loss are
-  functions of them without cancellation where one class has nearly all the probability:
-  ``entropy = log1p(others) + moment / (1 + others)``. `merge_stats_kernel` merges the splits, in
-  float64 and in their order.
+* ``STATISTICS``, of every row, carries along, relative to the running maximum ``m``, the sum of the
+  exponentials; where the entropy is asked, ``others``: that sum without the maximum's own 1, and
+  ``moment``: the sum of ``exp(z - m) * (m - z)``. Both are sums of what is not negative, and
+  entropy and loss are functions of them without cancellation where one class has nearly all the
+  probability: ``entropy = log1p(others) + moment / (1 + others)``. `merge_stats_kernel` merges the
+  splits, in float64 and in their order.
 * ``EXPONENTIALS``, of training with a small hidden size, stores them in two bytes, with each tile's
   maximum and sum. The numbers are those of a product by cuBLAS and ``exp_tile_kernel`` after it.
 
@@ -180,6 +180,7 @@ def finish_sums(
 def walk_kernel(
     hidden,  # (N, H), as weight with rows at multiples of 16 bytes
     weight,  # (V, H)
+    hidden_tiles,  # tensor descriptor of hidden, or None
     weight_tiles,  # tensor descriptor of weight, or None
     bias,  # (V,) or None
     labels,  # (N,) int
@@ -250,8 +251,8 @@ def walk_kernel(
     index = tl.zeros((BLOCK_N,), dtype=tl.int32)
     for start_v in tl.range(begin, end, BLOCK_V):
         z = logits_tile(
-            hidden_rows, weight, weight_tiles, bias, start_v, H, V, stride_wv, scale, softcap,
-            BLOCK_N, BLOCK_V, BLOCK_H, INPUT_PRECISION, UPCAST,
+            hidden_rows, weight, hidden_tiles, block * BLOCK_N, weight_tiles, bias, start_v, H, V,
+            stride_wv, scale, softcap, BLOCK_N, BLOCK_V, BLOCK_H, INPUT_PRECISION, UPCAST,
         )  # fmt: skip
         if t_row is not None:
             z /= t_row[:, None]

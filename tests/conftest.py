@@ -26,6 +26,7 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir())
 os.register_at_fork(after_in_child=gc.freeze)
 
 COMPILED = Path(__file__).parent / "compiled"
+GPU = Path(__file__).parent / "gpu"
 
 
 def pytest_addoption(parser):
@@ -40,15 +41,26 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Interpret the Triton kernels where there is no GPU, before triton is imported.
+    """Choose, before triton is imported, what runs its kernels in this process.
 
-    If only tests of `tests/compiled` run, Triton compiles, and the PTX is interpreted.
+    ===========================  ================================================================
+    only tests of `tests/gpu`    the GPU, if there is one
+    only tests of `compiled`     an interpreter of PTX; no GPU is seen
+    others                       Triton's interpreter; no GPU is seen
+    ===========================  ================================================================
     """
     asked = [Path(argument.split("::")[0]).resolve() for argument in config.args]
-    if all(path.is_relative_to(COMPILED) for path in asked):
+
+    def only(folder):
+        return bool(asked) and all(path.is_relative_to(folder) for path in asked)
+
+    if only(GPU) and torch.accelerator.is_available():
         os.environ["TRITON_INTERPRET"] = "0"
-    elif not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"
+    else:
+        from support.device import hide_gpus
+
+        hide_gpus()
+        os.environ["TRITON_INTERPRET"] = "0" if only(COMPILED) else "1"
     if seed := config.getoption("--jitter"):
         from support import jitter
 
@@ -78,12 +90,12 @@ def each_mode(request):
 @pytest.fixture
 def no_logits(monkeypatch):
     """Fail the test if real logits of a replaced head are computed."""
-    from fusedce.head.product import Product
+    from fusedce.head.linear_call import LinearCall
 
     def logits(self, *_):
         raise AssertionError("real logits were computed")
 
-    monkeypatch.setattr(Product, "logits", logits)
+    monkeypatch.setattr(LinearCall, "materialize", logits)
 
 
 @pytest.fixture
@@ -121,9 +133,9 @@ def pytest_terminal_summary(terminalreporter, config):
 def pytest_collection_modifyitems(config, items):
     if seed := config.getoption("--shuffle"):
         random.Random(seed).shuffle(items)
-    if torch.accelerator.is_available():
+    if os.environ["TRITON_INTERPRET"] == "0" and torch.accelerator.is_available():
         return
-    skip = pytest.mark.skip(reason="no CUDA, ROCm or XPU device here")
+    skip = pytest.mark.skip(reason="needs a GPU that this process sees: `make gpu`")
     for item in items:
         if item.get_closest_marker("gpu"):  # keywords are also names of folders
             item.add_marker(skip)

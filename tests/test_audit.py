@@ -165,7 +165,34 @@ def by_hand(model, micro, optimizer):
     optimizer.step()
 
 
+class Sure(Model):
+    """Its likeliest class is ahead by ``extra`` nats."""
+
+    def __init__(self, extra):
+        super().__init__()
+        self.extra = extra
+
+    def forward(self, hidden):
+        z = super().forward(hidden)
+        return z + self.extra * F.one_hot(z.argmax(-1), V)
+
+
+def by_closure(model, micro, optimizer):
+    """LBFGS evaluates its closure several times, and begins anew each time."""
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        losses = [cross_entropy(model, one, "sum") / 16 for one in micro]
+        for loss in losses:
+            loss.backward()
+        return sum(losses).detach()
+
+    optimizer.step(closure)
+
+
 LOOPS = {
+    "by closure": by_closure,
     "summed": summed,
     "declared": declared,
     "streaming": streaming,
@@ -175,6 +202,23 @@ LOOPS = {
     "at once": at_once,
     "engine": taken_by_an_engine,
 }
+
+
+@pytest.mark.parametrize("extra", [18.0, 30.0, 60.0])  # p is 1 in float32, 60 nats in float64 too
+@pytest.mark.parametrize("each", [1, 2])
+def test_certain_tokens_count(extra, each):
+    """The labels of every micro-batch, or of every second one, are sure."""
+
+    def loop(model, micro, optimizer):
+        for i, (hidden, labels) in enumerate(micro):
+            sure = torch.where(labels >= 0, model(hidden).detach().argmax(-1), labels)
+            one = hidden, labels if i % each else sure
+            (cross_entropy(model, one, "sum") / 16).backward()
+        step(optimizer)
+
+    report = watched(loop, model=Sure(extra))
+    assert report.verdict() == RIGHT
+    assert tokens(report) == [16, 16]
 
 
 @pytest.mark.parametrize("name", LOOPS)

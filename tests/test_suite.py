@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from support.device import HIDING
 
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("*.py"))
@@ -152,3 +153,53 @@ def test_jitter_changes_the_order_of_every_product():
         env=os.environ | {"PYTHONPATH": str(TESTS)}, capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
+
+
+SEES_A_GPU = """
+import torch
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+"""
+
+
+@pytest.mark.parametrize(
+    "some", ["tests/kernels/test_input_grads.py", "tests/backends/triton/test_forward.py"]
+)
+def test_where_torch_sees_a_gpu_other_tests_are_interpreted(tmp_path, some):
+    """They pass tensors of the CPU to the kernels, and must not ask for a device."""
+    (tmp_path / "sitecustomize.py").write_text(SEES_A_GPU)
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", *HIDING)}
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-m", "not slow", some],
+        cwd=TESTS.parent, env=env | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout
+    assert " passed" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("gpu", "fails", "said"),
+    [(False, "", "passed"), (True, "", "passed"), (True, "tests/gpu", "FAILED"),
+     (False, "tests/compiled", "FAILED")],
+)  # fmt: skip
+def test_the_last_line_of_make_test_names_all_parts(tmp_path, gpu, fails, said):
+    """With stand-ins for the interpreter that looks for a GPU, and for pytest."""
+    for name, script in (
+        ("python", f"exit {0 if gpu else 1}"),
+        ("pytest", f'case " $* " in *" {fails or "nothing"} "*) exit 1;; esac'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    stamp = tmp_path / "installed"
+    stamp.touch()
+    run = subprocess.run(
+        ["make", "test", f"BIN={tmp_path}", f"STAMP={stamp}"],
+        cwd=TESTS.parent, capture_output=True, text=True,
+        env={k: v for k, v in os.environ.items() if not k.startswith("MAKE")},
+    )  # fmt: skip
+    last = run.stdout.strip().splitlines()[-1]
+    assert (run.returncode == 0) == (said == "passed"), run.stdout + run.stderr
+    assert last.startswith(f"== test: {said}")
+    for part, folder in (("quick", ""), ("compiled", "tests/compiled"), ("gpu", "tests/gpu")):
+        found = "FAILED" if fails and folder == fails else "passed"
+        assert f"{part} {'not here' if part == 'gpu' and not gpu else found}" in last

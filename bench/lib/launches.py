@@ -146,6 +146,9 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Callable[..., Any], tuple[A
     terms: dict[str, Any] = {"z_loss": 1e-4, "token_weight": torch.full((N,), 0.5)}
     terms["argmax_out"] = torch.empty(N, dtype=torch.int64)
     plain, narrow, odd = inputs(dtype), inputs(dtype, H=NARROW_H), inputs(dtype, V=ODD_V)
+    for option, value in pointwise.items():
+        yield f"{option} alone", loss, tuple(x.detach() for x in plain), {option: value}
+    yield "softcap alone", loss, plain, {"softcap": 30.0}
     for name, options in (("", {}), ("bias+scale+cap ", pointwise)):
         yield name, loss, tuple(x.detach() for x in plain), options
         yield name, loss, plain, options

@@ -5,39 +5,26 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import fusedce
-from fusedce.backends.triton import archs, forward
-from fusedce.contract.problem import Problem
 from fusedce.tools import bench
 from fusedce.tools.bench import COMPILED, FLOOR, cut_cross_entropy, torch_chunked
 
 OURS = ["fused_ce"]
-# (N, H, V): Llama 3 8B twice, Gemma 2 2B, Llama 3.2 1B, Qwen 2.5 0.5B twice, a small step of
-# Llama 3 8B
-SHAPES = {
-    "gpu": [(8192, 4096, 128256), (32768, 4096, 128256), (8192, 2304, 256000),
-            (8192, 2048, 128256), (4096, 896, 151936), (2048, 896, 151936),
-            (2048, 4096, 128256)],
-    "cpu": [(1024, 576, 49152), (4096, 576, 49152), (512, 2048, 128256)],
-}  # fmt: skip
-FORWARD_SHAPES = [(8192, 4096, 128256), (8192, 2304, 256000), (8192, 2048, 128256),
-                  (2048, 896, 151936)]  # fmt: skip
+# (N, H, V): SmolLM twice, Llama 3.2 1B
+SHAPES = [(1024, 576, 49152), (4096, 576, 49152), (512, 2048, 128256)]
 SUITES = {
-    "time": "forward + backward (on a GPU its peak as well)",
+    "time": "forward + backward",
     "forward": "forward alone, no gradient",
     "memory": "peak beyond inputs and gradients",
     "masked": "share of ignored labels",
     "budget": "time and memory under a memory budget",
     "options": "each option, and log-probabilities",
     "divergences": "divergences from a teacher, and class probabilities",
-    "ways": "Triton's exponentials by one GEMM with an epilogue, or by products and kernels",
-    "blocks": "Triton's forward kernel with the blocks of every row of `archs.py`",
 }
 CHUNKS = 8
 BLOCK = 256  # tokens whose float64 logits the truth holds at a time
@@ -162,24 +149,6 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _by_gemm(up_to: int) -> Callable[..., Tensor]:
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        row = archs.architecture(hidden.device)
-        row = row._replace(two_bytes=row.two_bytes._replace(gemm_up_to=up_to))
-        with mock.patch.object(archs, "architecture", return_value=row):
-            return fusedce.fused_ce(hidden, weight, labels, backend="triton").mean()
-
-    return loss
-
-
-def _by_blocks(blocks: archs.Blocks) -> Callable[..., Tensor]:
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        total, n_valid = forward.loss(Problem(hidden, weight, labels), blocks)
-        return total / n_valid
-
-    return loss
-
-
 def _liger_cute(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Liger-Kernel's loss for Hopper, which its public class does not choose by itself."""
     from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90 as sm90
@@ -193,11 +162,7 @@ IMPLEMENTATIONS = bench.IMPLEMENTATIONS | CHUNKED | {
     "cut-cross-entropy, exact": functools.partial(cut_cross_entropy, filter_eps=None),
 }  # fmt: skip
 ON_CPU = (*bench.ON_CPU, *CHUNKED)
-WAYS = {"one GEMM": _by_gemm(archs.EVERY_H), "products and kernels": _by_gemm(0)}
-_OF_ROWS = {row: [b for b in row.two_bytes if isinstance(b, archs.Blocks)]
-            for row in archs.ARCHITECTURES}  # fmt: skip
-BLOCKS = {str(tuple(b)): _by_blocks(b) for blocks in _OF_ROWS.values() for b in blocks}
-LOSSES = IMPLEMENTATIONS | OPTIONS | DIVERGENCES | WAYS | BLOCKS
+LOSSES = IMPLEMENTATIONS | OPTIONS | DIVERGENCES
 LOSSES |= {"eager, plain": _plain_eager, "eight chunks": _eight_chunks}
 
 
@@ -240,9 +205,7 @@ def errors(name: str, spec: Sequence[Any]) -> dict[str, float]:
         loss.backward()
     found = [loss.detach(), *(x.grad for x in leaves)]
     names = ("loss", "d_hidden", "d_weight")
-    # A GPU has a process for each implementation: a truth kept there fills its memory for nothing.
-    truth = _truth if of.device == "cpu" else _truth.__wrapped__
-    exact = truth(of._replace(mode="", budget=None))
+    exact = _truth(of._replace(mode="", budget=None))
     return {
         label: float((x.double() - e).norm() / e.norm())
         for label, x, e in zip(names, found, exact, strict=False)
@@ -281,67 +244,40 @@ def gradient_bytes(spec: Spec) -> int:
     return elements * getattr(torch, spec.dtype).itemsize
 
 
-def problems(
-    suite: str, device: str, *, gpu: bool, dry: bool = False
-) -> Iterator[tuple[Spec, list[str]]]:
-    """The problems of a suite, each with the implementations to run on it.
+def problems(suite: str, *, dry: bool = False) -> Iterator[tuple[Spec, list[str]]]:
+    """The problems of a suite on a CPU, each with the implementations to run on it.
 
-    ``gpu`` chooses a GPU's problems; ``dry`` shrinks them, to see the script through anywhere.
+    ``dry`` shrinks them, to see the script through soon.
     """
-    everyone = list(IMPLEMENTATIONS) if gpu else [*ON_CPU, "eager, plain", "eight chunks"]
-    if not gpu:
-        everyone.remove("F.linear_cross_entropy")  # whose own chunks take minutes on a CPU
-    shapes = SHAPES["gpu" if gpu else "cpu"]
-    dtypes = ["bfloat16"] if gpu else ["float32", "bfloat16"]
-    ignored = 0.0 if gpu else 0.25
-    small = shapes[0]
+    everyone = [*ON_CPU, "eager, plain", "eight chunks"]
+    everyone.remove("F.linear_cross_entropy")  # whose own chunks take minutes
+    dtypes, small = ["float32", "bfloat16"], SHAPES[0]
 
     def spec(shape: tuple[int, int, int], dtype: str = dtypes[0], **more: Any) -> Spec:
-        made = Spec(*shape, dtype=dtype, device=device, **{"ignored": ignored, **more})
+        made = Spec(*shape, dtype=dtype, **{"ignored": 0.25, **more})
         return tiny(made) if dry else made
 
-    if suite in ("time", "memory"):
-        for number, shape in enumerate(shapes):
-            # Compiling takes a minute of a GPU's hour; once shows what it is.
-            slow = {COMPILED} if gpu and number else set()
+    if suite in ("time", "memory", "forward"):
+        mode = "forward" if suite == "forward" else "train"
+        for shape in SHAPES:
             for dtype in dtypes:
-                yield spec(shape, dtype), [n for n in everyone if n not in slow]
-    elif suite == "forward":
-        peers = [n for n in everyone if not gpu or not n.startswith("F.linear")]
-        for number, shape in enumerate(FORWARD_SHAPES if gpu else shapes):
-            slow = {COMPILED} if gpu and number else set()
-            for dtype in dtypes:
-                yield spec(shape, dtype, mode="forward"), [n for n in peers if n not in slow]
+                yield spec(shape, dtype, mode=mode), everyone
     elif suite == "masked":
         for share in (0.0, 0.25, 0.5, 0.75, 0.9):
             yield spec(small, ignored=share), [*OURS, "eager"]
     elif suite == "budget":
-        for mib in (256, 512, 1024, 2048) if gpu else (16, 64, 256):
+        for mib in (16, 64, 256):
             yield spec(small, budget=mib), OURS
         yield spec(small), [*OURS, 'reduction="none"']
     elif suite in ("options", "divergences"):
-        shape = small if gpu or suite == "divergences" else (256, 384, 16003)
+        shape = small if suite == "divergences" else (256, 384, 16003)
         names = [*OURS, *(OPTIONS if suite == "options" else DIVERGENCES)]
         for dtype in dtypes:
             for mode in ("forward", "train") if suite == "options" else ("train",):
                 yield spec(shape, dtype, mode=mode, ignored=0.0), names
-    elif suite == "ways":
-        for shape in shapes:
-            yield spec(shape, dtypes[-1]), list(WAYS)
-    elif suite == "blocks":
-        kind = archs.architecture(torch.device(device)).compiler
-        blocks = [b for row in _OF_ROWS if (row.compiler or [None])[0] == (kind or [None])[0]
-                  for b in _OF_ROWS[row]]  # fmt: skip
-        for shape in FORWARD_SHAPES:
-            yield spec(shape, dtypes[-1], mode="forward"), [*{str(tuple(b)): 0 for b in blocks}]
 
 
 def tiny(spec: Spec) -> Spec:
     """The problem in small sizes, such that the problems of a suite stay different."""
     N, H, V = max(spec.N // 256, 8), max(spec.H // 64, 8), max(spec.V // 512, 64)
     return spec._replace(N=N, H=H, V=V)
-
-
-def check_of(spec: Spec) -> Spec:
-    """The problem to measure errors on: on a device so few tokens that little time goes into it."""
-    return spec if spec.device == "cpu" else spec._replace(N=min(512, spec.N))

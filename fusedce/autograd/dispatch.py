@@ -1,20 +1,25 @@
 """Choice of the way in which a loss is computed.
 
 ====================================  ===========================================================
-plain, no gradient, no argmax         one pass over the logits, which stay in registers
+plain, no gradient, no argmax         one pass over tiles of logits, which are not kept
 a gradient of the sum                 chunks of logits, gradients taken in the forward pass
+a divergence, given probabilities     the same, with a gradient or without
 options or argmax without gradient    sum of the tokens' losses, from their statistics
 entropy or log-sum-exp monitored      the same
-label smoothing                       the same: rounded probabilities would lose it
+label smoothing                       the same, unless exponentials are held in float32
 inside torch.func                     the same: only this way takes a factor per sample
 a sharded vocabulary                  the same
 ====================================  ===========================================================
 
 Label smoothing subtracts ``s / V`` from every probability. If they are nearly equal, little is left
-of them; had they been rounded to two bytes before, only rounding errors would be left.
+of them; had they been rounded to two bytes before, as the Triton backend holds them, only rounding
+errors would be left. The torch backend holds float32, and subtracts in place.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +27,10 @@ from torch.autograd import forward_ad
 
 from fusedce.autograd import sums, tokens
 from fusedce.backends import chosen
-from fusedce.backends.choose import resolve_backend
-from fusedce.contract.checks import checked, transformed
-from fusedce.contract.objective import Stats, folded, with_expected_upstream
-from fusedce.contract.problem import Problem, Task, Wanted
+from fusedce.backends.choose import get_backend, resolve_backend
+from fusedce.contract.checks import transformed
+from fusedce.contract.objective import Stats, fold_class_weight, with_expected_upstream
+from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.contract.results import LossSum
 
 
@@ -35,21 +40,25 @@ def loss_sum(task: Task) -> tuple[LossSum, dict[str, Tensor]]:
     These are ``(N,)`` each, of `Stats`, without gradient.
     """
     task = _prepared(task)
-    problem, monitored = task.problem, task.wanted
-    wanted = Wanted.of(problem)
-    if _by_tokens(task, train=any(wanted)):
-        if monitored.argmax and any(wanted):  # which may be written into the labels' memory
-            task = task.but(problem=problem.but(labels=problem.labels.clone()))  # for backward
+    problem, monitored, divergence, shard = task
+    wanted = Outputs.of(problem)
+    train = wanted.hidden or wanted.weight or wanted.bias
+    if _by_tokens(task, train=train):
+        if monitored.argmax and train:  # which may be written into the labels' memory
+            task = task.replace(
+                problem=problem.replace(labels=problem.labels.clone())
+            )  # for backward
         losses, stats = tokens.losses(task)
         names = [x for x in ("argmax", "lse", "entropy") if getattr(monitored, x)]
         values = {name: getattr(stats, name).detach() for name in names}
         total = losses.sum(dtype=torch.float64).to(losses.dtype)
         return LossSum(total, stats.n_valid), values
-    if any(wanted) and task.shard is None:  # (ranks might expect different factors)
-        task = task.but(problem=with_expected_upstream(problem))
-    task = task.but(wanted=wanted.but(argmax=monitored.argmax))
-    total, n_valid, argmax = sums.loss_sum(task)
-    return LossSum(total, n_valid), {"argmax": argmax}
+    if train and shard is None:  # (ranks might expect different factors)
+        problem = with_expected_upstream(problem)
+    if monitored.argmax:
+        wanted = wanted.replace(argmax=True)
+    total, n_valid, argmax = sums.loss_sum(Task(problem, wanted, divergence, shard))
+    return LossSum(total, n_valid), {} if argmax is None else {"argmax": argmax}
 
 
 def _by_tokens(task: Task, *, train: bool) -> bool:
@@ -59,22 +68,11 @@ def _by_tokens(task: Task, *, train: bool) -> bool:
         return True
     if divergence is not None:
         return False
-    if problem.label_smoothing or shard is not None:
+    if shard is not None:
         return True
-    return not (train or (problem.plain() and not any(monitored)))
-
-
-def sum_with_grads(problem: Problem) -> sums.SumWithGrads | None:
-    """The sum with the gradients that are wanted, without graph, for the caller's autograd node.
-
-    ``problem`` is as a public function would get it. ``None`` where the forward pass computes no
-    gradients.
-    """
-    wanted = Wanted.of(problem)
-    if transformed() or problem.label_smoothing or not any(wanted):
-        return None
-    problem = _prepared(Task(checked(problem))).problem
-    return sums.with_grads(with_expected_upstream(problem), wanted)
+    if problem.label_smoothing:
+        return not (train and get_backend(problem.backend).sums_smoothing(problem))
+    return not (train or (problem.is_plain_ce() and not any(monitored)))
 
 
 def token_losses(task: Task) -> Tensor:
@@ -96,22 +94,26 @@ def token_stats(task: Task) -> tuple[Tensor, Stats]:
 
 
 def _prepared(task: Task) -> Task:
-    _refuse_forward_mode(*task.problem)
-    problem = task.problem if task.divergence is not None else folded(task.problem)
+    problem, wanted, divergence, shard = task
+    if not torch.compiler.is_compiling():
+        transforms = torch._C._functorch.get_interpreter_stack()
+        if transforms or forward_ad._current_level >= 0:
+            _refuse_forward_mode(problem, transforms or ())
+    if divergence is None and problem.class_weight is not None:
+        problem = fold_class_weight(problem)
     backend = resolve_backend(problem.backend, problem.hidden)
-    return task.but(problem=problem.but(backend=backend))
+    if backend != problem.backend:
+        problem = problem.replace(backend=backend)
+    return Task(problem, wanted, divergence, shard)
 
 
-def _refuse_forward_mode(*inputs: object) -> None:
+def _refuse_forward_mode(problem: Problem, transforms: Iterable[Any]) -> None:
     """Raise RuntimeError if an input has a tangent, which the operators would drop."""
-    if torch.compiler.is_compiling():
-        return
-    transforms = torch._C._functorch.get_interpreter_stack() or ()
     jvp = any(t.key() == torch._C._functorch.TransformType.Jvp for t in transforms)
     if jvp or (
         forward_ad._current_level >= 0
         and any(
-            isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs
+            isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in problem
         )
     ):
         raise RuntimeError(

@@ -6,13 +6,13 @@ factor is expected beforehand (:func:`fusedce.contract.objective.expected_upstre
 in before the gradients are rounded; backward multiplies by the real factor over the expected one.
 
 Those gradients alone are kept from forward to backward: ``N * H`` numbers in float32 and the head's
-``V * H`` (``fusedce.backends.gradients.waiting`` decides the dtype). Backward would allocate them
-anyway; here they exist from the end of the forward pass on. That saves the logits, ``N * V``, or
-computing them a second time: 2 of 8 ``N * V * H`` FLOPs, which :mod:`fusedce.autograd.tokens`
-pays, and keeps ``(N,)`` numbers instead.
+``V * H`` in its own dtype (:func:`fusedce.backends.gradients.saved_grad_dtypes`). So gradients
+exist from the end of the forward pass on, that of bfloat16 hidden states in twice its bytes. That
+saves the logits, ``N * V``, or computing them a second time: 2 of 8 ``N * V * H`` FLOPs, which
+:mod:`fusedce.autograd.tokens` pays, and keeps ``(N,)`` numbers instead.
 
-There are two operators, so that ``torch.compile`` sees opaque nodes: one computes, the other
-attaches the gradients to the loss.
+Eager code runs one ``torch.autograd.Function``. Compilers, modes and tensor subclasses see two
+operators instead, opaque nodes: one computes, the other attaches the gradients to the loss.
 """
 
 from __future__ import annotations
@@ -24,71 +24,131 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.choose import get_backend
-from fusedce.backends.gradients import Gradients, waiting
+from fusedce.backends.gradients import Gradients, saved_grad_dtypes
 from fusedce.contract.checks import transformed
 from fusedce.contract.problem import (
+    Outputs,
     Problem,
     Task,
-    Wanted,
     acc_dtype,
     schema_of,
 )
-from fusedce.contract.results import LossSum
+
+Computed = tuple[Any, ...]
+"""``loss_sum, n_valid``, argmax or None; with gradients their factor and these, (0,) for none."""
 
 
-def loss_sum(task: Task) -> tuple[Tensor, Tensor, Tensor]:
-    """``loss_sum ()``, differentiable in the inputs whose gradient is wanted; ``n_valid ()``;
+def loss_sum(task: Task) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return ``loss_sum ()``, ``n_valid ()`` and the likeliest classes ``(N,)`` int64.
 
-    the likeliest classes ``(N,)`` int64, or ``(0,)`` where ``wanted`` does not name them.
+    The sum is differentiable in the inputs whose gradient is wanted. The classes are something else
+    where ``wanted`` does not name them.
     """
     problem = task.problem
+    train = any(task.wanted[:3])
+    if in_eager_mode(problem):
+        if train:
+            found: tuple[Tensor, Tensor, Tensor | None] = _Sum.apply(
+                problem.hidden, problem.weight, problem.bias, task
+            )
+            return found
+        total, n_valid, argmax, *_ = compute(task)
+        return total, n_valid, argmax
     with torch.no_grad():
         total, n_valid, argmax, factor, *grads = torch.ops.fusedce.sum(*task.flat())
-    if any(task.wanted.gradients()):
+    if train:
         attached: tuple[Any, ...] = (total, factor, problem.hidden, problem.weight, problem.bias)
         total = torch.ops.fusedce.attach(*attached, *grads, problem.backend)
     return total, n_valid, argmax
 
 
+def in_eager_mode(problem: Problem) -> bool:
+    """Whether nobody looks at operators: no compiler, transform, mode or subclass of tensors.
+
+    Then the functions behind them are called directly. The dispatcher takes longer than they do: it
+    fills in defaults in a time that is quadratic in the number of arguments.
+    """
+    hidden, weight, labels, bias, token_weight, *_ = problem
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.maybe_current_level() is None  # a transform
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._get_tracing_state() is None
+        and {type(hidden), type(weight), type(labels), type(bias), type(token_weight)} <= _PLAIN
+    )
+
+
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
+class _Sum(torch.autograd.Function):
+    """The sum in eager mode."""
+
+    @staticmethod
+    def forward(  # (a setup_context of its own would cost 50 us of `inspect`)
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Task
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        total, n_valid, argmax, *saved = compute(task)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for x in (n_valid, argmax) if x is not None))
+        ctx.save_for_backward(*saved)
+        ours, backend = not _keeps_saved_tensors(), str(task.problem.backend)
+        ctx.finish = Finish(task.wanted, hidden.dtype, backend, ours)
+        return total, n_valid, argmax
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None, *_: None) -> tuple[Any, ...]:
+        if upstream is None:
+            return None, None, None, None
+        refuse_second_derivatives()
+        return (*ctx.finish.gradients(ctx.saved_tensors, upstream), None)
+
+
 class Finish(NamedTuple):
     """How backward turns saved gradients into those of the inputs."""
 
-    wanted: Wanted
+    wanted: Outputs
     dtype: torch.dtype  # of the inputs
     backend: str
     ours: bool  # the saved tensors cannot be a user's, so they may be written into
 
     def gradients(self, saved: Sequence[Tensor], upstream: Tensor) -> list[Any]:
-        """Gradients of hidden state, weight and bias; may overwrite ``saved``, see `SumWithGrads`.
+        """Multiply the saved gradients by ``upstream () / expected factor``; may overwrite them.
 
-        ``upstream ()``, the gradient of the sum, over the factor that was expected multiplies them.
+        Returns the gradients of hidden, weight and bias, ``None`` where not wanted.
         """
         factor, *grads = saved
         ratio = upstream / factor
         return [
             _scaled(grad, ratio, self.backend, ours=self.ours).to(self.dtype) if wants else None
-            for grad, wants in zip(grads, self.wanted.gradients(), strict=True)
+            for grad, wants in zip(grads, self.wanted[:3], strict=True)
         ]
 
 
-class SumWithGrads(NamedTuple):
-    """A sum and its gradients, for a caller that keeps them in an autograd node of its own."""
+def compute(task: Task) -> Computed:
+    """The sum, and the gradients that are wanted."""
+    if torch._C._is_any_autocast_enabled():
+        # It would reach the products inside, which are in the dtype they must be in already.
+        with torch.autocast(task.problem.hidden.device.type, enabled=False):
+            return _compute(task)
+    return _compute(task)
 
-    out: LossSum
-    saved: tuple[Tensor, ...]  # factor () of the gradients, then these; (0,): not wanted
-    finish: Finish
-    inputs: list[Tensor]  # whose gradients they are, cast and flattened
 
-
-def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
-    """The sum and the wanted gradients of a problem, without graph."""
-    with torch.no_grad():
-        total, n_valid, _, *saved = torch.ops.fusedce.sum(*Task(problem, wanted).flat())
-    ours, dtype = not _keeps_saved_tensors(), problem.hidden.dtype
-    finish = Finish(wanted, dtype, str(problem.backend), ours)
-    given = problem.hidden, problem.weight, problem.bias
-    inputs = [x for x in given if x is not None and x.requires_grad]
-    return SumWithGrads(LossSum(total, n_valid), tuple(saved), finish, inputs)
+def _compute(task: Task) -> Computed:
+    problem, wanted, divergence, _ = task
+    labels, backend = problem.labels, get_backend(problem.backend)
+    argmax = None
+    if wanted.argmax:
+        argmax = torch.empty(labels.shape, dtype=torch.int64, device=labels.device)
+    if divergence is not None:
+        losses, n_valid, *grads = backend.divergence_and_grads(task)
+        total = losses.sum(dtype=torch.float64).to(losses.dtype)
+    elif wanted.hidden or wanted.weight or wanted.bias:
+        total, n_valid, *grads = backend.loss_and_grads(task, argmax)
+    else:
+        total, n_valid = backend.loss(problem)
+        grads = []
+    return total, n_valid, argmax, *grads
 
 
 @torch.library.custom_op(
@@ -96,27 +156,14 @@ def with_grads(problem: Problem, wanted: Wanted) -> SumWithGrads:
     mutates_args=(),
     schema=schema_of("(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", *Task.records()),
 )
-def _summed(*flat: Any) -> tuple[Tensor, ...]:
-    """``loss_sum, n_valid``, argmax, the gradients' factor, three gradients; (0,) where none is."""
-    task = Task.of(flat)[0]
-    problem, wanted = task.problem, task.wanted
-    labels, backend = problem.labels, get_backend(problem.backend)
-    argmax = labels.new_empty(len(labels) if wanted.argmax else 0, dtype=torch.int64)
-    # Autocast would reach the products inside, which are in the dtype they must be in already.
-    with torch.autocast(problem.hidden.device.type, enabled=False):
-        if task.divergence is not None:
-            losses, n_valid, *grads = backend.divergence_and_grads(task)
-            total = losses.sum(dtype=torch.float64).to(losses.dtype)
-            return total, n_valid, argmax, *grads
-        if any(wanted.gradients()):
-            total, n_valid, *grads = backend.loss_and_grads(task, argmax if wanted.argmax else None)
-            return total, n_valid, argmax, *grads
-        total, n_valid = backend.loss(problem)
-        return total, n_valid, argmax, *(total.new_empty(0) for _ in range(4))
+def _summed(*flat: Any) -> Computed:
+    total, n_valid, argmax, *grads = compute(Task.of(flat)[0])
+    argmax = n_valid.new_empty(0) if argmax is None else argmax
+    return total, n_valid, argmax, *(grads or (total.new_empty(0) for _ in range(4)))
 
 
 @_summed.register_fake
-def _(*flat: Any) -> tuple[Tensor, ...]:
+def _(*flat: Any) -> Computed:
     problem, wanted, divergence, _ = Task.of(flat)[0]
     labels = problem.labels
     total = problem.hidden.new_empty((), dtype=acc_dtype(problem.hidden.dtype))
@@ -124,7 +171,7 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
     argmax = labels.new_empty(labels.shape if wanted.argmax else (0,), dtype=torch.int64)
     if divergence is None and not any(wanted.gradients()):
         return total, n_valid, argmax, *(total.new_empty(0) for _ in range(4))
-    grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=1).written()
+    grads = Gradients(problem, wanted, dtypes=saved_grad_dtypes(problem), chunks=1).cast_out()
     return total, n_valid, argmax, torch.empty_like(total), *grads
 
 
@@ -156,8 +203,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     attached = Attached(*inputs)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(attached.factor, attached.d_hidden, attached.d_weight, attached.d_bias)
-    ours, dtype = not _keeps_saved_tensors(), attached.hidden.dtype
-    ctx.finish = Finish(needed_gradients(ctx, Attached), dtype, attached.backend, ours)
+    ctx.wanted, ctx.dtype = needed_gradients(ctx, Attached), attached.hidden.dtype
+    ctx.backend, ctx.ours = attached.backend, not _keeps_saved_tensors()
 
 
 def _backward(ctx: Any, upstream: Tensor | None) -> tuple[Any, ...]:
@@ -165,7 +212,14 @@ def _backward(ctx: Any, upstream: Tensor | None) -> tuple[Any, ...]:
     if upstream is None:
         return tuple(nothing)
     refuse_second_derivatives()
-    hidden, weight, bias = ctx.finish.gradients(ctx.saved_tensors, upstream)
+    factor, *grads = ctx.saved_tensors
+    given: list[Any] = [
+        _scaled(grad, upstream / factor, ctx.backend, ours=ctx.ours).to(ctx.dtype)
+        if wants
+        else None
+        for grad, wants in zip(grads, ctx.wanted.gradients(), strict=True)
+    ]
+    hidden, weight, bias = given
     return tuple(Attached(*nothing)._replace(hidden=hidden, weight=weight, bias=bias))
 
 
@@ -201,14 +255,14 @@ def _scaled(grad: Tensor, factor: Tensor, backend: str, *, ours: bool) -> Tensor
 # ---- of both kinds of operators ------------------------------------------------------------------
 
 
-def needed_gradients(ctx: Any, record: Any) -> Wanted:
+def needed_gradients(ctx: Any, record: Any) -> Outputs:
     """Gradients that the graph will ask of an operator; to be asked in its ``setup_context``.
 
     ``record`` is the tuple of the operator's first arguments. Later is too late: while a custom
     operator's backward pass runs, torch 2.13 shortens ``ctx.needs_input_grad`` for all threads.
     """
     needed = record(*ctx.needs_input_grad[: len(record._fields)])
-    return Wanted(hidden=needed.hidden, weight=needed.weight, bias=bool(needed.bias))
+    return Outputs(hidden=needed.hidden, weight=needed.weight, bias=bool(needed.bias))
 
 
 def refuse_second_derivatives() -> None:

@@ -2,9 +2,12 @@
 
 In :mod:`fusedce.autograd.sums` the forward pass computes the gradients, since a sum has one
 upstream factor. Here each token has its own factors, which are known only in backward: it computes
-the logits a second time and stores none. There are two operators, :func:`_stats` with its
-derivative :func:`_grads`, for every loss: of labels, of several classes, beside a teacher; whole or
-sharded. Both exist as ``torch.autograd.Function`` as well, for transforms of ``torch.func``.
+the logits a second time, unless they are so few that forward keeps them.
+
+:func:`compute_stats` and its derivative :func:`compute_grads` serve every loss: of labels, of
+several classes, beside a teacher; whole or sharded. Eager code runs them in one
+``torch.autograd.Function``; compilers, modes and tensor subclasses see an operator of each, and
+transforms of ``torch.func`` a function of each operator.
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd.sums import (
+    in_eager_mode,
     needed_gradients,
     no_second_derivative,
     refuse_second_derivatives,
 )
 from fusedce.backends import chosen
 from fusedce.backends.choose import Backend, get_backend
-from fusedce.backends.gradients import Dtypes, Gradients, check_divergence_budget, of_inputs
+from fusedce.backends.gradients import Dtypes, Gradients, check_divergence_budget, input_dtypes
 from fusedce.backends.shards import (
     all_reduce,
     entropy_of,
@@ -30,11 +34,11 @@ from fusedce.backends.shards import (
     nll_and_lse,
     of_ranks,
 )
-from fusedce.backends.upstream import Upstreams, Values, upstream_of
-from fusedce.contract.checks import transformed
+from fusedce.backends.upstream import SavedStats, StatGrads, upstream_of
+from fusedce.contract.checks import no_autocast, transformed
 from fusedce.contract.labels import used_tokens
-from fusedce.contract.objective import Stats, Upstream, token_losses
-from fusedce.contract.problem import Problem, Shard, Task, Wanted, acc_dtype, schema_of
+from fusedce.contract.objective import LogitGrad, Stats, token_losses
+from fusedce.contract.problem import Outputs, Problem, Shard, Task, acc_dtype, schema_of
 
 
 def losses(task: Task) -> tuple[Tensor, Stats]:
@@ -44,8 +48,8 @@ def losses(task: Task) -> tuple[Tensor, Stats]:
         stats, _ = token_stats(task)
         return stats.nll, stats
     smoothing = problem.label_smoothing > 0
-    lse = wanted.lse or not problem.of_nll_alone()
-    stats, _ = token_stats(task.but(wanted=wanted.but(lse=lse, zmean=smoothing)))
+    lse = wanted.lse or not problem.is_nll_only()
+    stats, _ = token_stats(task.replace(wanted=wanted.replace(lse=lse, zmean=smoothing)))
     V = problem.weight.shape[0] if task.shard is None else task.shard.V
     y = problem.labels.long().clamp(0, V - 1)
     lost = token_losses(problem, y, stats.nll, stats.lse, stats.zmean if smoothing else None)
@@ -55,16 +59,80 @@ def losses(task: Task) -> tuple[Tensor, Stats]:
 
 def token_stats(task: Task) -> tuple[Stats, Tensor]:
     """Statistics, and logits ``(N, K)`` of labels ``(N, K)``; all but argmax are differentiable."""
-    wanted, gradients = task.wanted, Wanted.of(task.problem)
+    wanted, gradients = task.wanted, Outputs.of(task.problem)
     train = any(gradients)
     if transformed():  # inside vmap a tensor does not know that a transform around wants it
         train = torch.is_grad_enabled()
-    hidden, weight, bias = gradients.gradients()  # the budget must suffice for them, too
     lse = wanted.lse or (train and task.divergence is None)
-    task = task.but(wanted=wanted.but(hidden=hidden, weight=weight, bias=bias, lse=lse))
-    stats = transformed_stats.apply if transformed() else torch.ops.fusedce.stats
-    nll, lse, entropy, zmean, z, _, n_valid, argmax = stats(*task.flat())
-    return Stats(nll, lse.to(nll.dtype), entropy, zmean, n_valid, argmax), z
+    # The budget must suffice for the gradients, too.
+    task = task.replace(wanted=Outputs(*gradients[:3], *wanted[3:]).replace(lse=lse))
+    problem = task.problem
+    if in_eager_mode(problem):
+        inputs = problem.hidden, problem.weight, problem.bias
+        found = _Stats.apply(*inputs, task) if train else compute_stats(task)
+    else:
+        stats = transformed_stats.apply if transformed() else torch.ops.fusedce.stats
+        found = stats(*task.flat())
+    nll, lses, entropy, zmean, z, _, n_valid, argmax = found
+    return Stats(nll, lses.to(nll.dtype), entropy, zmean, n_valid, argmax), z
+
+
+class _Stats(torch.autograd.Function):
+    """The statistics in eager mode."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Task
+    ) -> tuple[Tensor, ...]:
+        kept = None
+        if task.divergence is None and task.shard is None:
+            kept = get_backend(task.problem.backend).room_for_logits(task.problem)
+        found = compute_stats(task, kept)
+        _save(ctx, task.flat(), found, *[] if kept is None else [kept])
+        ctx.wanted = Outputs(*ctx.needs_input_grad[:3])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        given = [u for u in upstream if u is not None]
+        if given:
+            refuse_second_derivatives()
+        # ``is_grads_batched`` takes one sample after another, which the operator knows how to do.
+        plain = not any(torch._C._functorch.is_legacy_batchedtensor(u) for u in given)
+        made = input_grads(ctx, upstream, None if plain else torch.ops.fusedce.grads)
+        hidden, weight, _, bias, *_ = made
+        return hidden, weight, bias, None
+
+
+def compute_stats(task: Task, kept: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Statistics of the tokens: `SavedStats`, ``n_valid``, argmax; ``(0,)`` where not wanted.
+
+    ``kept``: memory for the logits, see `Backend.room_for_logits`.
+    """
+    problem, wanted, divergence, shard = task
+    labels, backend = problem.labels, get_backend(problem.backend)
+    with torch.no_grad(), no_autocast(problem.hidden.device):
+        if divergence is not None:
+            check_divergence_budget(task)
+            loss, n_valid, *_ = backend.divergence_and_grads(task.replace(wanted=Outputs()))
+            lse, *nothing = (loss.new_empty(0) for _ in range(5))
+            return loss, lse.double(), *nothing, n_valid, labels.new_empty(0, dtype=torch.int64)
+        problem = chosen.subtract_fixed_bytes(problem, wanted, shard)
+        z = problem.hidden.new_empty(0, dtype=acc_dtype(problem.hidden.dtype))
+        if labels.dim() == 2:
+            z = chosen.logits_of_classes(problem, shard)
+            problem = chosen.one_class(problem, z)
+        argmax = labels.new_empty(len(labels) if wanted.argmax else 0, dtype=torch.int64)
+        to_fill = argmax if wanted.argmax else None
+        if shard is not None:
+            found = ShardedBackend(backend, shard).token_stats(problem, wanted, to_fill)
+        elif kept is not None:
+            found = backend.token_stats(problem, wanted, to_fill, kept)
+        else:
+            found = backend.token_stats(problem, wanted, to_fill)
+        top = found.top if _needs_top(problem, wanted) else z.new_empty(0)
+        assert top is not None
+        return *found[:4], z, top, found.n_valid, argmax
 
 
 # ---- operators -----------------------------------------------------------------------------------
@@ -76,31 +144,12 @@ def token_stats(task: Task) -> tuple[Stats, Tensor]:
     schema=schema_of(f"({', '.join(['Tensor'] * 8)})", *Task.records()),
 )
 def _stats(*flat: Any) -> tuple[Tensor, ...]:
-    task = Task.of(flat)[0]
-    problem, wanted, divergence, shard = task
-    labels, backend = problem.labels, get_backend(problem.backend)
-    with torch.no_grad(), torch.autocast(problem.hidden.device.type, enabled=False):
-        if divergence is not None:
-            check_divergence_budget(task)
-            loss, n_valid, *_ = backend.divergence_and_grads(task.but(wanted=Wanted()))
-            lse, *nothing = (loss.new_empty(0) for _ in range(5))
-            return loss, lse.double(), *nothing, n_valid, labels.new_empty(0, dtype=torch.int64)
-        over_ranks: Backend | OfShard = backend if shard is None else OfShard(backend, shard)
-        problem = chosen.with_what_is_left(problem, wanted, shard)
-        z = problem.hidden.new_empty(0, dtype=acc_dtype(problem.hidden.dtype))
-        if labels.dim() == 2:
-            z = chosen.logits_of_classes(problem, shard)
-            problem = chosen.one_class(problem, z)
-        argmax = labels.new_empty(len(labels) if wanted.argmax else 0, dtype=torch.int64)
-        found = over_ranks.token_stats(problem, wanted, argmax if wanted.argmax else None)
-        top = found.top if _needs_top(problem, wanted) else z.new_empty(0)
-        assert top is not None
-        return *found[:4], z, top, found.n_valid, argmax
+    return compute_stats(Task.of(flat)[0])
 
 
-def _needs_top(problem: Problem, wanted: Wanted) -> bool:
+def _needs_top(problem: Problem, wanted: Outputs) -> bool:
     """Whether backward's logits may differ in the last bits, so that it needs the largest one."""
-    return wanted.lse and problem.backend == "triton"
+    return wanted.lse and problem.by_triton()
 
 
 @_stats.register_fake
@@ -124,16 +173,20 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save the task and the statistics for :func:`input_grads`."""
+    _save(ctx, inputs, output)
+    ctx.wanted = needed_gradients(ctx, Problem)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], *more: Tensor) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[5:])
-    ctx.wanted = needed_gradients(ctx, Problem)
     ctx.at = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
     ctx.options = tuple(None if isinstance(x, Tensor) else x for x in inputs)
-    ctx.save_for_backward(*(inputs[i] for i in ctx.at), *output[:6])
+    ctx.save_for_backward(*(inputs[i] for i in ctx.at), *output[:6], *more)
 
 
-def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], grads_op: Any) -> tuple[Any, ...]:
-    """Gradients for the arguments of ``stats``, computed by ``grads_op``."""
+def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], operator: Any) -> tuple[Any, ...]:
+    """Gradients for the arguments of ``stats``; by ``operator``, or directly if it is ``None``."""
     nothing: list[Any] = [None] * len(ctx.options)
     flat, saved = list(ctx.options), ctx.saved_tensors
     for i, x in zip(ctx.at, saved, strict=False):
@@ -143,8 +196,13 @@ def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], grads_op: Any) ->
     if all(u is None for u in upstream) or not any(wanted):
         return tuple(nothing)
     hidden, weight, bias = wanted.gradients()
-    task = task.but(wanted=task.wanted.but(hidden=hidden, weight=weight, bias=bias))
-    made = grads_op(*task.flat(*saved[len(ctx.at) :], *Upstreams(*upstream)))
+    task = task.replace(wanted=task.wanted.replace(hidden=hidden, weight=weight, bias=bias))
+    at = len(ctx.at)
+    own, kept = saved[at : at + 6], saved[at + 6 :]
+    if operator is None:
+        made = compute_grads(task, SavedStats(*own), StatGrads(*upstream), *kept)
+    else:
+        made = operator(*task.flat(*own, *StatGrads(*upstream)))
     for name, grad in zip(("hidden", "weight", "bias"), made, strict=True):
         if getattr(wanted, name):
             nothing[Problem._fields.index(name)] = grad
@@ -160,30 +218,39 @@ def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
 _stats.register_autograd(_backward, setup_context=setup_context)
 
 
-@torch.library.custom_op(
-    "fusedce::grads",
-    mutates_args=(),
-    schema=schema_of("(Tensor, Tensor, Tensor)", *Task.records(Values, Upstreams)),
-)
-def _grads(*flat: Any) -> tuple[Tensor, ...]:
-    task, values, upstreams = Task.of(flat, Values, Upstreams)
+def compute_grads(
+    task: Task, values: SavedStats, upstreams: StatGrads, kept: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of hidden, weight and bias, ``(0,)`` where not wanted."""
     problem, wanted, divergence, shard = task
     backend, dtype = get_backend(problem.backend), problem.hidden.dtype
-    with torch.no_grad(), torch.autocast(problem.hidden.device.type, enabled=False):
+    with torch.no_grad(), no_autocast(problem.hidden.device):
         if divergence is not None:
-            made = backend.divergence_and_grads(task.but(problem=_weighed(problem, upstreams.nll)))
-            return tuple(x.to(dtype) for x in made[3:])
-        over_ranks: Backend | OfShard = backend
-        V, classes = len(problem.weight), None
-        if shard is not None:
-            over_ranks, V = OfShard(backend, shard), shard.V
-        problem = chosen.with_what_is_left(problem, wanted, shard)
+            made = backend.divergence_and_grads(
+                task.replace(problem=_weighed(problem, upstreams.nll))
+            )
+            d_hidden, d_weight, d_bias = (x.to(dtype) for x in made[3:])
+            return d_hidden, d_weight, d_bias
+        V, classes = len(problem.weight) if shard is None else shard.V, None
+        problem = chosen.subtract_fixed_bytes(problem, wanted, shard)
         if problem.labels.dim() == 2:
             valid, classes = chosen.in_range(problem, problem.labels, V)
             classes = classes.masked_fill(~valid, -1)
             problem = chosen.one_class(problem, values.z)
         upstream = upstream_of(problem, values, upstreams, V=V, chosen=classes)
-        return over_ranks.token_grads(problem, wanted, values.lse, upstream, of_inputs(problem))
+        given = problem, wanted, values.lse, upstream, input_dtypes(problem)
+        if shard is not None:
+            return ShardedBackend(backend, shard).token_grads(*given)
+        return backend.token_grads(*given) if kept is None else backend.token_grads(*given, kept)
+
+
+@torch.library.custom_op(
+    "fusedce::grads",
+    mutates_args=(),
+    schema=schema_of("(Tensor, Tensor, Tensor)", *Task.records(SavedStats, StatGrads)),
+)
+def _grads(*flat: Any) -> tuple[Tensor, ...]:
+    return compute_grads(*Task.of(flat, SavedStats, StatGrads))
 
 
 def _weighed(problem: Problem, upstream: Tensor | None) -> Problem:
@@ -194,13 +261,13 @@ def _weighed(problem: Problem, upstream: Tensor | None) -> Problem:
     upstream = upstream.masked_fill(~problem.valid(), 0)
     weight = upstream if problem.token_weight is None else upstream * problem.token_weight
     one = torch.ones((), dtype=acc_dtype(problem.hidden.dtype), device=upstream.device)
-    return problem.but(token_weight=weight, expected_upstream=one)
+    return problem.replace(token_weight=weight, expected_upstream=one)
 
 
 @_grads.register_fake
 def _(*flat: Any) -> tuple[Tensor, ...]:
-    problem, wanted, _, _ = Task.of(flat, Values, Upstreams)[0]
-    return Gradients(problem, wanted, dtypes=of_inputs(problem), chunks=1).written()
+    problem, wanted, _, _ = Task.of(flat, SavedStats, StatGrads)[0]
+    return Gradients(problem, wanted, dtypes=input_dtypes(problem), chunks=1).cast_out()
 
 
 # ---- over the classes of all ranks --------------------------------------------------------------
@@ -211,13 +278,13 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
 # each rank computes the logits of its classes again, and one all-reduce adds up ``d_hidden``.
 
 
-class OfShard(NamedTuple):
-    """A backend's two functions for tokens; the problems' labels are among all classes."""
+class ShardedBackend(NamedTuple):
+    """`token_stats` and `token_grads` over all ranks' classes; label indices are global."""
 
     backend: Backend
     shard: Shard
 
-    def token_stats(self, problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
+    def token_stats(self, problem: Problem, wanted: Outputs, argmax: Tensor | None) -> Stats:
         """Statistics over all ranks' classes, equal on all ranks.
 
         Collectives: one all-gather of float64 numbers a token: two, one more each for entropy and
@@ -244,7 +311,7 @@ class OfShard(NamedTuple):
         return Stats(rounded(nll), lse, rounded(entropy), rounded(zmean), n_valid, argmax, top)
 
     def _of_here(
-        self, problem: Problem, wanted: Wanted, used: Tensor
+        self, problem: Problem, wanted: Outputs, used: Tensor
     ) -> tuple[list[Tensor], Tensor | None]:
         """Numbers for the other ranks, ``(N,)`` float64 each; and the largest logit here.
 
@@ -259,7 +326,7 @@ class OfShard(NamedTuple):
             return [nowhere, nowhere, *more, *[nowhere, none][: 2 * wanted.argmax]], none.float()
         local, here = self._local(problem, used, elsewhere=0)
         argmax = torch.empty(N, dtype=torch.int64, device=device) if wanted.argmax else None
-        found = self.backend.token_stats(local, wanted.but(lse=True), argmax)
+        found = self.backend.token_stats(local, wanted.replace(lse=True), argmax)
         z, others = label_and_others(found.nll, found.lse)
         mine = [torch.where(here, others, found.lse.double()), torch.where(here, z, nowhere)]
         if wanted.entropy:
@@ -271,7 +338,7 @@ class OfShard(NamedTuple):
         return mine, found.top
 
     def token_grads(
-        self, problem: Problem, wanted: Wanted, lse: Tensor, upstream: Upstream, dtypes: Dtypes
+        self, problem: Problem, wanted: Outputs, lse: Tensor, upstream: LogitGrad, dtypes: Dtypes
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of this rank's inputs.
 
@@ -289,7 +356,7 @@ class OfShard(NamedTuple):
         else:
             # (Not like hidden: a collective sends memory as it lies.)
             grads = Gradients(problem, wanted, dtypes=dtypes, chunks=0, by_tiles=True)
-            made = grads.written()
+            made = grads.cast_out()
         d_hidden, d_weight, d_bias = made
         if wanted.hidden:
             all_reduce(d_hidden, self.shard.group)
@@ -303,7 +370,7 @@ class OfShard(NamedTuple):
         V, c = len(problem.weight), problem.class_weight
         y = problem.labels.long() - self.shard.first
         here = (y >= 0) & (y < V)
-        return problem.but(
+        return problem.replace(
             labels=torch.where(here, y, elsewhere).masked_fill_(~used, -100),
             ignore_index=-100,
             token_weight=None,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Dtypes, Summed
-from fusedce.contract.objective import Stats, Upstream
-from fusedce.contract.problem import Problem, Task, Wanted
+from fusedce.contract.objective import LogitGrad, Stats
+from fusedce.contract.problem import TRITON_ELSE_TORCH, Outputs, Problem, Task
 
 _NAMES = ("torch", "triton")
 _TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called cuda by torch
@@ -31,23 +31,32 @@ class Backend(Protocol):
         """``loss_sum ()`` and ``n_valid ()`` of plain cross-entropy, in one pass."""
 
     def loss_and_grads(self, task: Task, argmax: Tensor | None) -> Summed:
-        """The sum and its wanted gradients, without label smoothing and without shards."""
+        """The sum and its wanted gradients, without shards; label smoothing if `sums_smoothing`."""
 
-    def token_stats(self, problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
+    def sums_smoothing(self, problem: Problem) -> bool:
+        """Whether `loss_and_grads` computes the label smoothing of this problem."""
+
+    def room_for_logits(self, problem: Problem) -> Tensor | None:
+        """Memory for logits that forward fills and backward reads; ``None``: they are not kept."""
+
+    def token_stats(
+        self, problem: Problem, wanted: Outputs, argmax: Tensor | None, kept: Tensor | None = None
+    ) -> Stats:
         """Statistics of every token, in one pass; with ``argmax`` the largest logit as well."""
 
     def token_grads(
         self,
         problem: Problem,
-        wanted: Wanted,
+        wanted: Outputs,
         lse: Tensor,  # (N,)
-        upstream: Upstream,
+        upstream: LogitGrad,
         dtypes: Dtypes,
+        kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients with factors of each token's own, from logits computed anew."""
+        """Gradients with factors of each token's own, from logits ``kept``, or computed anew."""
 
     def divergence_and_grads(self, task: Task) -> Summed:
-        """``(N,)`` losses beside a teacher, or beside given probabilities; as above."""
+        """Losses ``(N,)`` against a teacher or given probabilities; gradients as above."""
 
     def scale_(self, x: Tensor, factor: Tensor) -> None:
         """``x *= factor``, a 0-d tensor, in place; 0 stays 0, and nothing is written for 1."""
@@ -98,7 +107,8 @@ def default_backend(device: torch.device, dtype: torch.dtype) -> str:
 def resolve_backend(backend: str | None, hidden: Tensor) -> str:
     """Name of the backend for ``hidden``; an explicit request that cannot run raises.
 
-    If none is asked for, Triton runs only if H is a multiple of 16: it loads others one by one.
+    If none is asked for, Triton runs only if H is a multiple of 16: it loads others one by one. The
+    name is :data:`fusedce.contract.problem.TRITON_ELSE_TORCH` then.
 
     Raises:
         ValueError: unknown name.
@@ -107,7 +117,8 @@ def resolve_backend(backend: str | None, hidden: Tensor) -> str:
     """
     default = default_backend(hidden.device, hidden.dtype)
     if backend is None:
-        return default if hidden.shape[-1] % 16 == 0 else "torch"
+        usable = default == "triton" and hidden.shape[-1] % 16 == 0
+        return TRITON_ELSE_TORCH if usable else "torch"
     if backend not in _NAMES:
         raise ValueError(f"backend must be None, 'torch' or 'triton', got {backend!r}")
     if backend == "triton":
@@ -117,8 +128,13 @@ def resolve_backend(backend: str | None, hidden: Tensor) -> str:
     return backend
 
 
+@functools.cache
 def get_backend(name: str | None) -> Backend:
     """The backend of that name, imported at its first use (triton is slow to import)."""
+    if name == TRITON_ELSE_TORCH:
+        from fusedce.backends import fallback
+
+        return cast(Backend, fallback.BACKEND)
     if name == "triton":
         from fusedce.backends import triton
 

@@ -14,10 +14,10 @@ import math
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import call_of, check_budget
-from fusedce.backends.shards import all_reduce, sharded_call
+from fusedce.backends.gradients import check_budget, sizes_of
+from fusedce.backends.shards import all_reduce, sharded_sizes
 from fusedce.contract.labels import used_tokens
-from fusedce.contract.problem import Problem, Projection, Shard, Wanted, acc_dtype
+from fusedce.contract.problem import Outputs, Problem, Projection, Shard, acc_dtype
 
 _BUDGET = 64 * 2**20  # bytes that are held at a time, at most
 _LEAST = 2**18  # bytes that are held at a time under the smallest budget
@@ -44,10 +44,10 @@ def logprobs(z: Tensor, best: Tensor, nll: Tensor, valid: Tensor) -> Tensor:
 def one_class(problem: Problem, z: Tensor) -> Problem:
     """The problem with the likeliest of each token's classes as its label; ``z`` their logits."""
     best = likeliest(z, problem.valid())
-    return problem.but(labels=problem.labels.gather(1, best)[:, 0])
+    return problem.replace(labels=problem.labels.gather(1, best)[:, 0])
 
 
-def with_what_is_left(problem: Problem, wanted: Wanted, shard: Shard | None) -> Problem:
+def subtract_fixed_bytes(problem: Problem, wanted: Outputs, shard: Shard | None) -> Problem:
     """The problem, its budget less what ``labels (N, K)`` and gathered tokens hold.
 
     Raises:
@@ -56,16 +56,16 @@ def with_what_is_left(problem: Problem, wanted: Wanted, shard: Shard | None) -> 
     several = problem.labels.dim() == 2
     if problem.memory_budget is None or not (several or shard):
         return problem
-    n, triton = len(problem.labels), problem.backend == "triton"
-    call = call_of(problem, wanted, n, triton=triton)
+    n, triton = len(problem.labels), problem.by_triton()
+    call = sizes_of(problem, wanted, n, triton=triton)
     if shard is not None:
-        call = sharded_call(problem, shard, n)
+        call = sharded_sizes(problem, shard, n)
     fixed = call.fixed
     if several:
         in_range, upstream = 3 * 8, 2 * 4  # classes, their order, entries; logits, their gradient
         fixed += problem.labels.numel() * (in_range + upstream) + _LEAST
     check_budget(problem, call._replace(fixed=fixed))
-    return problem.but(memory_budget=problem.memory_budget - fixed)
+    return problem.replace(memory_budget=problem.memory_budget - fixed)
 
 
 def chosen_logits(problem: Problem, classes: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def logits_of_classes(problem: Problem, shard: Shard | None) -> Tensor:
     if len(problem.weight):
         here = classes - shard.first
         here = here.masked_fill((here < 0) | (here >= len(problem.weight)) | ~valid, -100)
-        z = chosen_logits(problem.but(ignore_index=-100), here)
+        z = chosen_logits(problem.replace(ignore_index=-100), here)
     all_reduce(z, shard.group)  # each logit comes from the rank that holds its row: exact
     return z.masked_fill_(valid & (classes != problem.labels), math.nan)
 
@@ -113,7 +113,7 @@ def in_range(problem: Problem, classes: Tensor, V: int) -> tuple[Tensor, Tensor]
     Raises:
         ValueError: a class is out of range (on a CPU; elsewhere it is clamped, and its logit NaN).
     """
-    valid = problem.but(labels=classes).valid()
+    valid = problem.replace(labels=classes).valid()
     if classes.device.type == "cpu":
-        used_tokens(problem.but(labels=classes.reshape(-1), token_weight=None), V)
+        used_tokens(problem.replace(labels=classes.reshape(-1), token_weight=None), V)
     return valid, classes.long().clamp(0, V - 1)

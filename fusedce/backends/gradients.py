@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.plan import Call, device_budget, tiles_of, way_of
-from fusedce.contract.problem import Problem, Task, Wanted, acc_dtype
+from fusedce.backends.plan import Call, choose_plan, device_budget, plan_tiles
+from fusedce.contract.problem import Outputs, Problem, Task, acc_dtype
 
 
 class Dtypes(NamedTuple):
@@ -20,12 +20,12 @@ class Dtypes(NamedTuple):
     bias: torch.dtype
 
 
-def of_inputs(problem: Problem) -> Dtypes:
+def input_dtypes(problem: Problem) -> Dtypes:
     """Gradients in the dtypes of their inputs."""
     return Dtypes(*[problem.hidden.dtype] * 3)
 
 
-def waiting(problem: Problem) -> Dtypes:
+def saved_grad_dtypes(problem: Problem) -> Dtypes:
     """Dtypes in which the gradients of a sum wait for their upstream factor.
 
     In float32 they are rounded once, whatever factor arrives. The weight's waits in its own dtype,
@@ -33,13 +33,13 @@ def waiting(problem: Problem) -> Dtypes:
     in float32, since the gradient of a sum can overflow float16 where that of a mean does not.
     """
     dtype = problem.hidden.dtype
-    acc = acc_dtype(dtype)
+    acc = torch.float64 if dtype == torch.float64 else torch.float32
     return Dtypes(acc, acc if dtype == torch.float16 else dtype, acc)
 
 
-def call_of(
+def sizes_of(
     problem: Problem,
-    wanted: Wanted,
+    wanted: Outputs,
     n: int,  # tokens that are computed
     dtypes: Dtypes | None = None,  # of the gradients; by default those of the inputs
     *,
@@ -77,7 +77,7 @@ def check_budget(problem: Problem, call: Call) -> None:
     ``call`` is of all tokens and of the gradients that backward will be asked for.
     """
     if problem.memory_budget is not None:
-        tiles_of(_of_backward(call), memory_budget=problem.memory_budget)
+        plan_tiles(_of_backward(call), memory_budget=problem.memory_budget)
 
 
 def check_divergence_budget(task: Task) -> None:
@@ -88,10 +88,10 @@ def check_divergence_budget(task: Task) -> None:
     problem, wanted, divergence, shard = task
     if problem.memory_budget is None or divergence is None or shard is not None:
         return
-    n, triton = len(problem.labels), problem.backend == "triton"
-    call = call_of(problem, wanted, n, waiting(problem), triton=triton)
+    n, triton = len(problem.labels), problem.by_triton()
+    call = sizes_of(problem, wanted, n, saved_grad_dtypes(problem), triton=triton)
     call = _of_backward(call).beside(divergence.teacher_size())
-    way_of(call, memory_budget=problem.memory_budget)
+    choose_plan(call, memory_budget=problem.memory_budget)
 
 
 def _of_backward(call: Call) -> Call:
@@ -109,7 +109,7 @@ def memory_of(device: torch.device) -> int | None:
 
 
 class Summed(NamedTuple):
-    """A sum of losses, or the addends of one, and its gradients."""
+    """A loss sum (or the losses by token) and the gradients of the sum."""
 
     loss: Tensor  # () fp32 or fp64; or (N,), 0 at positions left out
     n_valid: Tensor  # () int64
@@ -129,7 +129,7 @@ class Gradients:
     def __init__(
         self,
         problem: Problem,
-        wanted: Wanted,
+        wanted: Outputs,
         *,
         dtypes: Dtypes,
         chunks: int,  # 0: all gradients are 0
@@ -152,13 +152,14 @@ class Gradients:
         if wanted.bias and bias is not None:
             self.bias = torch.zeros(bias.shape, dtype=acc, device=device)
 
-    def written(self) -> tuple[Tensor, Tensor, Tensor]:
+    def cast_out(self) -> tuple[Tensor, Tensor, Tensor]:
         """``d_hidden, d_weight, d_bias`` in their dtypes, (0,) where not wanted."""
-        d_hidden, d_weight, d_bias = (
-            torch.empty(0, dtype=dtype, device=self.device) if grad is None else grad.to(dtype)
-            for grad, dtype in zip((self.hidden, self.weight, self.bias), self.dtypes, strict=True)
-        )
-        return d_hidden, d_weight, d_bias
+        made = []
+        for grad, dtype in zip((self.hidden, self.weight, self.bias), self.dtypes, strict=True):
+            if grad is None:
+                grad = torch.empty(0, dtype=dtype, device=self.device)
+            made.append(grad if grad.dtype == dtype else grad.to(dtype))
+        return made[0], made[1], made[2]
 
 
 def add_rows(total: Tensor, y: Tensor, rows: Tensor) -> None:

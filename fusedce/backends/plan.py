@@ -26,7 +26,8 @@ from typing import NamedTuple
 
 MiB = 2**20
 CPU_BUDGET = 56 * MiB  # of a chunk's logits; 64 MiB with the tiles and GEMM buffers beside it
-DEVICE_BUDGET = 1024 * MiB  # on a GPU, and on one of so many bytes or more
+# Bytes of a chunk's logits on a GPU; the larger value from LARGE_DEVICE bytes of memory on.
+DEVICE_BUDGET = 1024 * MiB
 LARGE_DEVICE_BUDGET, LARGE_DEVICE = 2048 * MiB, 40 * 10**9
 # More tokens do not make the GEMMs any faster, and a row has buffers of its own.
 _DEVICE_TOKENS = 8192
@@ -35,12 +36,13 @@ _LEAST_CLASSES = 64
 SCRATCH_CPU = 4 * MiB  # of MKL and oneDNN, and of the allocator (measured)
 COMPARED_ELEMENTS_CPU = 2**17  # per thread, of a tile in which two heads' logits are compared
 
-# Number of float32 logits that the Triton backend holds at a time. The least still stays in L2, the
-# most limits memory. Between them TILE_FLOPS decides: the host has the next launches ready by then.
+# Number of float32 logits that the Triton backend holds at a time. The least is 32 MiB, which an L2
+# of 50 MB keeps only in part beside the products' operands; the most limits memory. Between them
+# TILE_FLOPS decides: the host has the next launches ready by then.
 TILE_ELEMENTS = (2**23, 2**25)
 TILE_FLOPS = 2**36
 EXP_BLOCK_V = 2048  # vocabulary entries of a row that share one maximum in training
-EXP_GEMM_H = 2304  # hidden size up to which one GEMM makes the exponentials, on sm_90 and sm_100
+EXP_GEMM_H = 2304  # hidden size up to which one GEMM makes the exponentials, on sm_100
 MAX_SPLITS = 128  # of the vocabulary, in the pass that finds the statistics
 
 
@@ -117,7 +119,9 @@ class Way(NamedTuple):
         return sum(self.held.values())
 
 
-def way_of(call: Call, *, chunk_tokens: int | None = None, memory_budget: int | None = None) -> Way:
+def choose_plan(
+    call: Call, *, chunk_tokens: int | None = None, memory_budget: int | None = None
+) -> Way:
     """The fastest way within ``memory_budget`` bytes; without one, chunks as large as are useful.
 
     ``chunk_tokens`` is obeyed as it is.
@@ -128,10 +132,10 @@ def way_of(call: Call, *, chunk_tokens: int | None = None, memory_budget: int | 
     if memory_budget is None:
         C = chunk_size(call) if chunk_tokens is None else chunk_tokens
         return chunked(call, C, tile_classes(call, None, min(C, call.n)))
-    return _fitting(call, _ways(call, tile_classes(call, memory_budget)), memory_budget)
+    return _fitting(call, _candidates(call, tile_classes(call, memory_budget)), memory_budget)
 
 
-def tiles_of(
+def plan_tiles(
     call: Call, *, chunk_tokens: int | None = None, memory_budget: int | None = None
 ) -> Way:
     """The way by tiles of the vocabulary: of all functions that have a gradient of each token.
@@ -142,7 +146,9 @@ def tiles_of(
         ValueError: the budget is less than the least possible.
     """
     if memory_budget is not None:
-        return _fitting(call, _tilings(call, tile_classes(call, memory_budget)), memory_budget)
+        return _fitting(
+            call, _tile_candidates(call, tile_classes(call, memory_budget)), memory_budget
+        )
     n, most = max(call.n, 1), call.limits.block_tokens
     T = tile_classes(call, None, most)
     if call.triton:
@@ -151,9 +157,32 @@ def tiles_of(
     return by_tiles(call, tokens if chunk_tokens is None else min(chunk_tokens, n), T)
 
 
+def evaluation_tile(n: int, *, on_cpu: bool) -> tuple[int, int]:
+    """Tokens and classes of a tile where the torch backend's loss has no gradient and no budget."""
+    limits = CPU if on_cpu else DEVICE
+    tokens = equal_parts(max(n, 1), limits.block_tokens, limits.block_multiple)
+    return tokens, most_classes(limits, tokens)
+
+
+def is_one_tile(n: int, V: int, logit: int, *, on_cpu: bool) -> bool:
+    """Whether a call of the torch backend without a budget is one chunk of one tile.
+
+    Most small calls are, and need no `Call` and no plan.
+    """
+    limits = CPU if on_cpu else DEVICE
+    return most_classes(limits, n) >= V and n * V * logit <= CPU_BUDGET
+
+
+def most_classes(limits: Limits, tokens: int) -> int:
+    """Classes of a tile of the torch backend, so that its logits stay in the cache."""
+    return min(max(limits.tile_elements // max(tokens, 1), 256), 8192)
+
+
 def least_bytes(call: Call) -> int:
-    """The least budget of :func:`way_of`."""
-    return min(make(call, sizes[0], T).bytes for make, sizes, T in _ways(call, _LEAST_CLASSES))
+    """The least budget of :func:`choose_plan`."""
+    return min(
+        make(call, sizes[0], T).bytes for make, sizes, T in _candidates(call, _LEAST_CLASSES)
+    )
 
 
 # ---- ways within a budget -----------------------------------------------------------------------
@@ -176,7 +205,7 @@ def _fitting(call: Call, ways: list[_Sizes], budget: int) -> Way:
     )
 
 
-def _ways(call: Call, classes: int) -> list[_Sizes]:
+def _candidates(call: Call, classes: int) -> list[_Sizes]:
     """Ways to try, with tiles of at most so many classes, the fastest first."""
     n, most, step = max(call.n, 1), _most_tokens(call), call.limits.multiple
     # Where tiles are no choice, a small budget makes chunks of very few tokens.
@@ -185,10 +214,10 @@ def _ways(call: Call, classes: int) -> list[_Sizes]:
     if few < n and few <= most:
         sizes.append(range(few, most + 1, step))
     ways = [(chunked, tokens, T) for tokens in sizes for T in _halved(classes)]
-    return ways + (_tilings(call, classes) if call.teacher is None else [])
+    return ways + (_tile_candidates(call, classes) if call.teacher is None else [])
 
 
-def _tilings(call: Call, classes: int) -> list[_Sizes]:
+def _tile_candidates(call: Call, classes: int) -> list[_Sizes]:
     """Ways by tiles of at most ``classes``, narrower before blocks would have very few tokens."""
     step = call.limits.block_multiple
     most = max(call.n, 1) if call.triton else min(max(call.n, 1), call.limits.block_tokens)
@@ -239,13 +268,13 @@ def tile_classes(call: Call, memory_budget: int | None, C: int = 1) -> int:
 
     With a budget of four times the least or more, these are the classes of a tile of every batch,
     and a token has the same bits in each. Nearer to the least, the number of tokens decides whether
-    tiles must be narrower (:func:`_tilings`), and the last bits depend on it.
+    tiles must be narrower (:func:`_tile_candidates`), and the last bits depend on it.
     """
     most = call.limits.tile_classes
     if memory_budget is None:
         if call.triton:
             return most
-        return min(max(call.limits.tile_elements // max(C, 1), 256), 8192)
+        return most_classes(call.limits, C)
     tokens = 2048 if call.triton else 128
     each = tokens * (4 + call.element) + (1 if call.triton else 3) * call.H * call.acc
     while most > _LEAST_CLASSES and most * each > memory_budget // 3:
@@ -297,7 +326,6 @@ def chunked(call: Call, C: int, T: int) -> Way:
         held["hidden states of the teacher"] = C * call.teacher * acc
         if call.triton:
             held["d_hidden of a chunk"] = C * H * acc
-            held["probabilities of a chunk"] = 0 if call.teacher else C * V * acc
         else:
             held["tiles of divergences"] = 4 * C * compared_classes(call, C, T) * acc
     return _way(call, name, C, V if call.triton else T, held)

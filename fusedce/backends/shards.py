@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedce.agreement import ALL_GATHER, not_all_came
-from fusedce.backends.gradients import call_of
+from fusedce.backends.gradients import sizes_of
 from fusedce.backends.plan import DEVICE_BUDGET, Call
-from fusedce.contract.problem import Problem, Shard, Wanted, acc_dtype
+from fusedce.contract.problem import Outputs, Problem, Shard, acc_dtype
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -44,11 +44,11 @@ def waiting_for_ranks(group: dist.ProcessGroup) -> Iterator[None]:
         ) from error
 
 
-def sharded_call(problem: Problem, shard: Shard, n: int) -> Call:
+def sharded_sizes(problem: Problem, shard: Shard, n: int) -> Call:
     """Sizes for a plan of ``n`` tokens, of the largest shard: all ranks make the same plan."""
-    acc, triton = acc_dtype(problem.hidden.dtype).itemsize, problem.backend == "triton"
-    wanted, logit = Wanted(hidden=True, weight=True), None if triton else acc
-    call = call_of(problem, wanted, n, logit=logit, triton=triton)
+    acc, triton = acc_dtype(problem.hidden.dtype).itemsize, problem.by_triton()
+    wanted, logit = Outputs(hidden=True, weight=True), None if triton else acc
+    call = sizes_of(problem, wanted, n, logit=logit, triton=triton)
     return call._replace(
         V=max(shard.largest, 1), fixed=64 * call.N + shard.gathered, copies=max(call.copies, 3),
         threads=1, budget=DEVICE_BUDGET,
@@ -78,7 +78,7 @@ class Tokens(NamedTuple):
             return problem
         w, t = problem.token_weight, problem.temperature
         assert problem.ignore_index is not None
-        return problem.but(
+        return problem.replace(
             hidden=_Gathered.apply(problem.hidden, self),
             labels=self.gather(problem.labels, problem.ignore_index),
             token_weight=None if w is None else self.gather(w.double()),
@@ -106,6 +106,10 @@ class Tokens(NamedTuple):
         """The slice of this rank's own tokens among those of all ranks."""
         first = dist.get_rank(self.group) * self.most
         return slice(first, first + self.n)
+
+
+ALL_HERE = Tokens()
+"""All ranks hold the same tokens, or there is one rank."""
 
 
 class _Gathered(torch.autograd.Function):
@@ -143,7 +147,7 @@ class _Own(torch.autograd.Function):
         found: list[Tensor | None] = []
         for u, x in zip(upstream, ctx.differentiable, strict=True):
             part = next(parts).reshape(-1, *u.shape[1:]) if x else None
-            # All ranks leave out the work for a statistic that no token of theirs needs.
+            # Skip a statistic whose gradient is 0 for every rank's tokens.
             needed = part is not None and (not found or bool(part.ne(0).any()))
             found.append(part if needed else None)
         return None, *found

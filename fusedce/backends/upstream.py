@@ -1,4 +1,4 @@
-"""From upstream gradients of the tokens' statistics to factors of their logits' gradient."""
+"""Turn gradients of token statistics into per-token factors of the logit gradient."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Summed, waiting
+from fusedce.backends.gradients import Summed, saved_grad_dtypes
 from fusedce.contract.labels import used_tokens
-from fusedce.contract.objective import Stats, Upstream, expected_upstream, slopes, token_losses
-from fusedce.contract.problem import Problem, Projection, Wanted, acc_dtype
+from fusedce.contract.objective import LogitGrad, Stats, expected_upstream, slopes, token_losses
+from fusedce.contract.problem import Outputs, Problem, Projection, acc_dtype
 
 
-class Values(NamedTuple):
+class SavedStats(NamedTuple):
     """Statistics of the tokens, as arguments and results of operators."""
 
     nll: Tensor  # (N,)
@@ -25,8 +25,8 @@ class Values(NamedTuple):
     top: Tensor  # (N,) the largest logit, or (0,)
 
 
-class Upstreams(NamedTuple):
-    """Upstream gradients of :class:`Values` but the last, where there are any."""
+class StatGrads(NamedTuple):
+    """Upstream gradients of :class:`SavedStats` but the last, where there are any."""
 
     nll: Tensor | None
     lse: Tensor | None
@@ -37,12 +37,12 @@ class Upstreams(NamedTuple):
 
 def upstream_of(
     problem: Problem,
-    values: Values,
-    upstreams: Upstreams,
+    values: SavedStats,
+    upstreams: StatGrads,
     *,
     V: int,  # all classes; a shard's weight holds only some of them
     chosen: Tensor | None = None,  # (N, K) the classes of values.z; -1 for none
-) -> Upstream:
+) -> LogitGrad:
     """Factors of the gradient of a row of logits, by
 
     ``d nll = p - onehot,  d lse = p,  d entropy = -p * (log p + entropy),  d zmean = c / V``.
@@ -51,7 +51,7 @@ def upstream_of(
     rounded to the dtype of the logits, and undo that rounding.
     """
     # A statistic that was not computed is (0,), and so is a gradient that a compiler makes for it.
-    upstreams = Upstreams(*(u if u is not None and len(u) else None for u in upstreams))
+    upstreams = StatGrads(*(u if u is not None and len(u) else None for u in upstreams))
     nll = values.nll.double()
     p_label = torch.exp(-nll)
     alpha = torch.zeros_like(p_label)
@@ -101,14 +101,14 @@ def upstream_of(
         alpha, beta = alpha + beta * low, beta * torch.exp(-low)
     alpha = alpha * torch.exp(-low) + 0 * at_label
     top = values.top if len(values.top) else None
-    return Upstream(alpha, beta, gamma, at_label, used, chosen, at_classes, top)
+    return LogitGrad(alpha, beta, gamma, at_label, used, chosen, at_classes, top)
 
 
 def loss_in_two_passes(
     token_stats: Callable[..., Stats],  # of a backend, as its `token_grads`
     token_grads: Callable[..., tuple[Tensor, Tensor, Tensor]],
     problem: Problem,
-    wanted: Wanted,
+    wanted: Outputs,
     argmax: Tensor | None,
 ) -> Summed:
     """The sum of the losses and its gradients in two passes over the logits, for a small budget.
@@ -118,7 +118,7 @@ def loss_in_two_passes(
     times the factor that is expected.
     """
     V = problem.weight.shape[0]
-    stats = token_stats(problem, Wanted(lse=True, argmax=argmax is not None), argmax)
+    stats = token_stats(problem, Outputs(lse=True, argmax=argmax is not None), argmax)
     y = problem.labels.long().clamp(0, V - 1)
     nll, lse = stats.nll.double(), stats.lse.double()
     used, _ = used_tokens(problem)
@@ -126,8 +126,8 @@ def loss_in_two_passes(
     losses = token_losses(problem, y, nll, lse).masked_fill(~used, 0)
     factor = expected_upstream(problem, stats.n_valid)
     by, outer = slopes(problem, y, lse), factor.double().expand_as(nll)
-    of_stats = Upstreams(outer * by.nll, outer * by.lse, None, None, None)
-    upstream = upstream_of(problem, Values(nll, lse, *[nll[:0]] * 4), of_stats, V=V)
-    grads = token_grads(problem, wanted, stats.lse, upstream, waiting(problem))
+    of_stats = StatGrads(outer * by.nll, outer * by.lse, None, None, None)
+    upstream = upstream_of(problem, SavedStats(nll, lse, *[nll[:0]] * 4), of_stats, V=V)
+    grads = token_grads(problem, wanted, stats.lse, upstream, saved_grad_dtypes(problem))
     total = losses.sum().to(stats.nll.dtype)
     return Summed(total, stats.n_valid, factor, *grads)

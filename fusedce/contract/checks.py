@@ -17,6 +17,7 @@ from fusedce.contract.problem import FINITE, NUMBERS, RANGES, Problem, acc_dtype
 _LARGEST = torch.iinfo(torch.int64).max
 BUDGET_VARIABLE = "FUSEDCE_MEMORY_BUDGET"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DEFAULTS = {name: Problem._field_defaults[name] for name in NUMBERS}
 
 
 def checked(problem: Problem) -> Problem:
@@ -25,46 +26,113 @@ def checked(problem: Problem) -> Problem:
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
+    return flattened(check_problem(problem))
+
+
+def check_problem(problem: Problem) -> Problem:
+    """Check a problem, and cast it as autocast asks.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
     check_tensor_types(problem)
     problem = autocast(problem)
     check_tensors(problem)
     check_options(problem)
-    return flattened(problem)
+    return problem
+
+
+def has_several_labels(problem: Problem) -> bool:
+    """Whether ``labels (..., K)`` are several classes of each token."""
+    labels, hidden = problem.labels, problem.hidden
+    return (
+        not labels.is_floating_point()
+        and labels.dim() == hidden.dim() > 0
+        and labels.shape[:-1] == hidden.shape[:-1]
+        and labels.shape[-1] > 0
+    )
+
+
+def check_tokens(problem: Problem) -> Problem:
+    """:func:`check_problem`, also for several classes of each token."""
+    check_tensor_types(problem)
+    problem = autocast(problem)
+    several = has_several_labels(problem)
+    check_tensors(problem.replace(labels=problem.labels[..., 0]) if several else problem)
+    check_options(problem)
+    return problem
+
+
+def tempered(problem: Problem, temperature: float | Tensor) -> Problem:
+    """The problem with its logits divided by a number, or by each token's own.
+
+    ``(c / t) * tanh((s / t) * x / (c / t))`` is ``c * tanh(s * x / c) / t``.
+    """
+    if isinstance(temperature, Tensor):
+        return problem.replace(temperature=temperature)
+    t, cap = check_number("temperature", temperature), problem.softcap
+    if t == 1:
+        return problem
+    return problem.replace(
+        softcap=None if cap is None else check_number("softcap", cap) / t,
+        logit_scale=check_number("logit_scale", problem.logit_scale) / t,
+    )
 
 
 def check_options(problem: Problem) -> None:
     """Raise ``TypeError`` or ``ValueError`` unless a problem's numbers and weights are right."""
-    check_ignore_index(problem.ignore_index, problem.labels)
-    for name in NUMBERS:
+    ignored = problem.ignore_index
+    if type(ignored) is not int or ignored != Problem._field_defaults["ignore_index"]:
+        check_ignore_index(ignored, problem.labels)
+    for name, default in _DEFAULTS.items():
         value = getattr(problem, name)
-        if value is not None or Problem._field_defaults[name] is not None:
+        usual = value is None if default is None else type(value) is float and value == default
+        if not usual:
             check_number(name, value)
     hidden, weight = problem.hidden, problem.weight
-    _check_weights("token_weight", problem.token_weight, hidden, hidden.shape[:-1], "(...)")
-    _check_weights("class_weight", problem.class_weight, hidden, weight.shape[:1], "(V,)")
+    if problem.token_weight is not None:
+        _check_weights("token_weight", problem.token_weight, hidden, hidden.shape[:-1], "(...)")
+    if problem.class_weight is not None:
+        _check_weights("class_weight", problem.class_weight, hidden, weight.shape[:1], "(V,)")
 
 
 def flattened(problem: Problem) -> Problem:
-    """Put tokens in one dimension, numbers in floats, and weights in float32 or better."""
-    hidden, ignore_index = problem.hidden, problem.ignore_index
-    labels = problem.labels.reshape(-1, *problem.labels.shape[hidden.dim() - 1 :])  # (N,) or (N, K)
+    """Put tokens in one dimension, numbers in floats, and weights in float32 or better.
+
+    Raises:
+        TypeError, ValueError: the budget or the temperature is wrong.
+    """
+    hidden, labels, ignore_index = problem.hidden, problem.labels, problem.ignore_index
+    if hidden.dim() != 2:
+        labels = labels.reshape(-1, *labels.shape[hidden.dim() - 1 :])  # (N,) or (N, K)
+        hidden = hidden.reshape(-1, hidden.shape[-1])
     if ignore_index is None:  # a value that no label has
         ignore_index = torch.iinfo(labels.dtype).min
         labels = labels.clamp(min=ignore_index + 1)
-    token_weight, class_weight = (
-        x if x is None or x.dtype in (torch.float32, torch.float64) else x.float()
-        for x in (problem.token_weight, problem.class_weight)
-    )
-    given = {name: getattr(problem, name) for name in NUMBERS}
-    return problem.but(
-        hidden=hidden.reshape(-1, hidden.shape[-1]),
-        labels=labels,
-        ignore_index=ignore_index,
-        memory_budget=memory_budget_of(problem.memory_budget, problem.chunk_tokens),
-        token_weight=None if token_weight is None else token_weight.reshape(-1),
-        class_weight=class_weight,
-        **{name: x if x is None else float(x) for name, x in given.items()},
-    )
+    softcap, temperature = problem.softcap, problem.temperature
+    token_weight, class_weight = problem.token_weight, problem.class_weight
+    if token_weight is not None:
+        token_weight = _in_float(token_weight)
+    if class_weight is not None:
+        class_weight = _in_float(class_weight)
+    if temperature is not None:
+        used = labels.ne(ignore_index)
+        used = used.any(1) if used.dim() == 2 else used
+        temperature = checked_temperature(temperature, problem.hidden, used)
+    return Problem(
+        hidden, problem.weight, labels, problem.bias,
+        token_weight, class_weight,
+        temperature, problem.expected_upstream,
+        ignore_index, None if softcap is None else float(softcap), float(problem.logit_scale),
+        float(problem.label_smoothing), float(problem.z_loss), problem.chunk_tokens,
+        memory_budget_of(problem.memory_budget, problem.chunk_tokens), problem.backend,
+    )  # fmt: skip
+
+
+def _in_float(weights: Tensor) -> Tensor:
+    """Weights in one dimension, in float32 or better."""
+    wide = weights.dtype in (torch.float32, torch.float64)
+    return (weights if wide else weights.float()).reshape(-1)
 
 
 def check_tensor_types(problem: Problem) -> None:
@@ -84,10 +152,13 @@ def autocast(problem: Problem) -> Problem:
     Autocast casts them as the arguments of ``F.linear``; float64 keeps its dtype. Elsewhere the
     rule is `torch.promote_types`. A gradient is cast back to the dtype of its own argument.
     """
-    operands = problem.hidden, problem.weight, problem.bias
-    found = {x.dtype for x in operands if x is not None}
-    given = autocast_dtype(problem.hidden.device)
-    if given is None and (len(found) == 1 or not found <= {*DTYPES}):
+    hidden, weight, bias = problem.hidden, problem.weight, problem.bias
+    given = autocast_dtype(hidden.device)
+    same = hidden.dtype == weight.dtype and (bias is None or bias.dtype == hidden.dtype)
+    if given is None and same:
+        return problem
+    found = {x.dtype for x in (hidden, weight, bias) if x is not None}
+    if given is None and not found <= {*DTYPES}:
         return problem
     wide = given or functools.reduce(torch.promote_types, found)
 
@@ -95,11 +166,8 @@ def autocast(problem: Problem) -> Problem:
         kept = given is not None and (x.dtype == torch.float64 or not x.is_floating_point())
         return x if kept else x.to(wide)
 
-    return problem.but(
-        hidden=cast(problem.hidden),
-        weight=cast(problem.weight),
-        bias=None if problem.bias is None else cast(problem.bias),
-    )
+    bias = None if bias is None else cast(bias)
+    return problem.replace(hidden=cast(hidden), weight=cast(weight), bias=bias)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -157,7 +225,8 @@ def check_tensors(problem: Problem) -> None:
             f"labels must have the leading shape of hidden {tuple(hidden.shape[:-1])}, "
             f"got {tuple(labels.shape)}" + misplaced(problem)
         )
-    check_labels(labels)
+    if labels.dtype != torch.int64:
+        check_labels(labels)
     if bias is not None:
         _check_shape("bias", bias, weight.shape[:1], "(V,)")
     for name, tensor in (("weight", weight), ("bias", bias), ("labels", labels)):
@@ -168,7 +237,8 @@ def check_tensors(problem: Problem) -> None:
                 f"{name} must have the dtype of hidden {hidden.dtype}, or another of float32, "
                 f"bfloat16, float16 and float64, got {tensor.dtype}"
             )
-        check_device(name, tensor, hidden)
+        if tensor.device != hidden.device:
+            check_device(name, tensor, hidden)
 
 
 def check_device(name: str, x: Tensor, hidden: Tensor) -> None:
@@ -231,13 +301,25 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def check_placed(tokens_sharded: bool, vocab_size: int | None, *, sharded: bool) -> None:
-    """Check the arguments of a sharded vocabulary, which elsewhere must have their defaults."""
+def is_sharded(weight: object, process_group: object) -> bool:
+    """Whether the vocabulary is sharded: a group was given, or the weight is a ``DTensor``."""
+    return process_group is not None or hasattr(weight, "placements")
+
+
+def check_sharding(tokens_sharded: bool, vocab_size: int | None) -> None:
+    """Check the arguments of a sharded vocabulary."""
     check_flag("tokens_sharded", tokens_sharded)
     if vocab_size is not None:
         check_int("vocab_size", vocab_size, "an int or None")
+
+
+def check_unsharded(tokens_sharded: bool, vocab_size: int | None) -> None:
+    """Check that the arguments of a sharded vocabulary have their defaults."""
+    if tokens_sharded is False and vocab_size is None:
+        return
+    check_sharding(tokens_sharded, vocab_size)
     for name, given in (("tokens_sharded", tokens_sharded), ("vocab_size", vocab_size is not None)):
-        if given and not sharded:
+        if given:
             raise ValueError(
                 f"{name} is for a weight whose rows are split among ranks, got a whole one: give "
                 f"process_group=, or a DTensor with Shard(0)"
@@ -250,7 +332,7 @@ def with_a_row(problem: Problem) -> Problem:
     if weight.dim() != 2 or len(weight):
         return problem
     bias = None if problem.bias is None else problem.bias.new_empty(1)
-    return problem.but(weight=weight.new_empty(1, weight.shape[1]), bias=bias)
+    return problem.replace(weight=weight.new_empty(1, weight.shape[1]), bias=bias)
 
 
 def check_number(name: str, value: float) -> float:
@@ -284,11 +366,7 @@ def _check_shape(name: str, x: Tensor, shape: torch.Size, letters: str) -> None:
         raise ValueError(f"{name} must be {letters} = {tuple(shape)}, got {tuple(x.shape)}")
 
 
-def _check_weights(
-    name: str, x: Tensor | None, hidden: Tensor, shape: torch.Size, letters: str
-) -> None:
-    if x is None:
-        return
+def _check_weights(name: str, x: Tensor, hidden: Tensor, shape: torch.Size, letters: str) -> None:
     if not isinstance(x, Tensor):
         raise not_a_tensor(name, x)
     if x.is_complex():
@@ -326,14 +404,14 @@ def checked_temperature(temperature: Tensor, hidden: Tensor, used: Tensor) -> Te
     return t
 
 
-def check_argmax_out(argmax_out: Tensor, problem: Problem) -> None:
+def check_argmax_out(argmax_out: Tensor, labels: Tensor) -> None:
     """Raise unless ``argmax_out`` is int64, with the shape of labels on the device of hidden."""
     if not isinstance(argmax_out, Tensor):
         raise not_a_tensor("argmax_out", argmax_out)
     if argmax_out.dtype != torch.int64:
         raise TypeError(f"argmax_out must be int64, got {argmax_out.dtype}")
-    _check_shape("argmax_out", argmax_out, problem.labels.shape, "of the shape of labels,")
-    check_device("argmax_out", argmax_out, problem.hidden)
+    _check_shape("argmax_out", argmax_out, labels.shape, "of the shape of labels,")
+    check_device("argmax_out", argmax_out, labels)
     if any(s == 0 and n > 1 for s, n in zip(argmax_out.stride(), argmax_out.shape, strict=True)):
         raise ValueError(
             "argmax_out must have memory of its own for each position, got an expanded tensor: "

@@ -88,7 +88,7 @@ def checked_divergence(
         )
     check_device("teacher_hidden", teacher.hidden, problem.hidden)
     check_width("teacher_hidden", teacher.hidden, problem.hidden)
-    return divergence.but(
+    return divergence.replace(
         teacher_hidden=teacher.hidden.detach(),
         teacher_weight=teacher.weight[:V].detach(),
         teacher_bias=None if teacher.bias is None else teacher.bias[:V].detach(),

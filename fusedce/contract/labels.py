@@ -216,6 +216,23 @@ def used_tokens(problem: Problem, V: int | None = None) -> tuple[Tensor, Tensor]
     return valid, n_valid
 
 
+def used_rows(problem: Problem) -> tuple[Tensor | slice, int, Tensor]:
+    """Positions of the tokens of :func:`used_tokens`, their number, and the number of valid tokens.
+
+    A slice if all positions are used, which a CPU sees by the least and the largest label.
+    """
+    labels, ignored = problem.labels, cast(int, problem.ignore_index)
+    N, V = labels.shape[0], problem.weight.shape[0]
+    if labels.device.type == "cpu" and N and problem.token_weight is None:
+        low, high = labels.aminmax()
+        least, most = int(low), int(high)
+        if least >= 0 and most < V and not least <= ignored <= most:
+            return slice(0, N), N, torch.full((), N, dtype=torch.int64, device=labels.device)
+    used, n_valid = used_tokens(problem)
+    rows = used.nonzero()[:, 0]
+    return rows, len(rows), n_valid
+
+
 def count_or_code(labels: Tensor, valid: Tensor, bad: Tensor) -> Tensor:
     """``()`` int64: the number of ``valid`` tokens, or the code of the first bad label."""
     n_valid = valid.sum()

@@ -36,7 +36,7 @@ class Stats(NamedTuple):
     top: Tensor | None = None  # (N,) the largest logit, where argmax or a backward pass needs it
 
 
-class Upstream(NamedTuple):
+class LogitGrad(NamedTuple):
     """Factors that turn a token's probabilities into the gradient of its logits, (N,) each.
 
     ``g = p * (alpha - beta * log p) + gamma * c``, except at the label, where it is ``at_label``
@@ -56,25 +56,26 @@ class Upstream(NamedTuple):
 class Slopes(NamedTuple):
     """Derivatives of a token's loss, ``(n,)`` each or one number for all.
 
-    Their sum over a row of logits, ``nll * (p - onehot) + lse * p``, is its gradient.
+    The gradient of a row of logits is ``nll * (p - onehot) + lse * p - zmean * c / V``.
     """
 
     nll: Tensor | float
     lse: Tensor | float
+    zmean: Tensor | float = 0.0  # minus the derivative
 
 
-def folded(problem: Problem) -> Problem:
+def fold_class_weight(problem: Problem) -> Problem:
     """Turn class weights into token weights if the loss is the label's ``nll`` alone.
 
     Tokens of weight 0 are then left out completely, even if their logits are not finite.
     """
     c = problem.class_weight
-    if c is None or not problem.of_nll_alone():
+    if c is None or not problem.is_nll_only():
         return problem
     w = _of_labels(c, problem)
     if problem.token_weight is not None:
         w = problem.token_weight * w
-    return problem.but(token_weight=w, class_weight=None)
+    return problem.replace(token_weight=w, class_weight=None)
 
 
 def token_losses(
@@ -104,11 +105,17 @@ def slopes(
     y: Tensor,  # (n,) labels, in range
     lse: Tensor,  # (n,)
 ) -> Slopes:
-    """Derivatives of :func:`token_losses` by nll and lse, without label smoothing."""
-    c, w = problem.class_weight, problem.token_weight
+    """Derivatives of :func:`token_losses` by nll, lse and zmean."""
+    c, w, smoothing = problem.class_weight, problem.token_weight, problem.label_smoothing
     by_nll = 1.0 if c is None else c.to(lse)[y]
     by_lse = 2 * problem.z_loss * lse if problem.z_loss else 0.0
-    return Slopes(by_nll, by_lse) if w is None else Slopes(w.to(lse) * by_nll, w.to(lse) * by_lse)
+    if smoothing:
+        mean: Tensor | float = 1.0 if c is None else c.mean(dtype=torch.float64)
+        by_nll, by_lse = (1 - smoothing) * by_nll, by_lse + smoothing * mean
+    if w is None:
+        return Slopes(by_nll, by_lse, smoothing)
+    w = w.to(lse)
+    return Slopes(w * by_nll, w * by_lse, w * smoothing)
 
 
 def weights_and_count(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -175,7 +182,7 @@ def with_expected_upstream(problem: Problem) -> Problem:
     """The problem with the expected factor, unless it holds one already or is compiled."""
     if problem.expected_upstream is not None or torch.compiler.is_compiling():
         return problem
-    factor = expected()
+    factor = _expected.get()
     if callable(factor):
         factor = factor()
     if factor is None:
@@ -185,4 +192,4 @@ def with_expected_upstream(problem: Problem) -> Problem:
         factor = factor.detach().to(device, dtype, non_blocking=True).reshape(())
     else:  # as_tensor would copy from the host
         factor = torch.full((), factor, dtype=dtype, device=device)
-    return problem.but(expected_upstream=factor)
+    return problem.replace(expected_upstream=factor)

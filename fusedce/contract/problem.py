@@ -1,7 +1,7 @@
 """The records of a loss's inputs and options, from the public functions down to the kernels.
 
 Their fields, in order, are the arguments of the ``torch.library`` operators, which take a flattened
-:class:`Task`: first the fields of `Problem` and `Wanted`, then those of an operator's own records,
+:class:`Task`: first the fields of `Problem` and `Outputs`, then those of an operator's own records,
 and last those of the optional `Divergence` and `Shard`, all None if there is none.
 """
 
@@ -20,6 +20,10 @@ from fusedce.contract.groups import group_named, local_of
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of logits, losses and sums for inputs of ``dtype``: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+TRITON_ELSE_TORCH = "triton, else torch"
+"""The default backend of a GPU: torch computes where the kernels cannot be built or launched."""
 
 
 class Problem(NamedTuple):
@@ -45,9 +49,9 @@ class Problem(NamedTuple):
     z_loss: float = 0.0
     chunk_tokens: int | None = None
     memory_budget: int | None = None  # bytes beside inputs and gradients
-    backend: str | None = None
+    backend: str | None = None  # "torch", "triton" or TRITON_ELSE_TORCH once one is chosen
 
-    def but(self, **changes: Any) -> Problem:
+    def replace(self, **changes: Any) -> Problem:
         """The problem with other values in some fields."""
         return Problem(**{**dict(zip(Problem._fields, self, strict=True)), **changes})
 
@@ -55,20 +59,24 @@ class Problem(NamedTuple):
         """``(N,)`` bool: tokens with a label to predict."""
         return self.labels.ne(cast(int, self.ignore_index))
 
-    def plain(self) -> bool:
+    def is_plain_ce(self) -> bool:
         """Whether the loss is unweighted cross-entropy without further terms."""
         unweighted = self.token_weight is None and self.class_weight is None
-        return self.of_nll_alone() and unweighted
+        return self.is_nll_only() and unweighted
 
-    def of_nll_alone(self) -> bool:
+    def is_nll_only(self) -> bool:
         """Whether a token's loss is its label's ``nll``, times weights: no other statistic."""
         return not (self.label_smoothing or self.z_loss)
+
+    def by_triton(self) -> bool:
+        """Whether Triton's kernels compute, once a backend has been chosen."""
+        return self.backend in ("triton", TRITON_ELSE_TORCH)
 
     def rows(self, chosen: Tensor | slice) -> Problem:
         """The problem with the weights of the tokens ``chosen``, for their part of the loss."""
         if self.token_weight is None:
             return self
-        return self.but(token_weight=self.token_weight[chosen])
+        return self.replace(token_weight=self.token_weight[chosen])
 
 
 NUMBERS = tuple(
@@ -87,7 +95,7 @@ RANGES = {
 """Least and largest value of numeric arguments, and the words for messages; others: `FINITE`."""
 
 
-class Wanted(NamedTuple):
+class Outputs(NamedTuple):
     """Results to compute beside the loss: gradients of the inputs, statistics of the tokens."""
 
     hidden: bool = False
@@ -98,19 +106,22 @@ class Wanted(NamedTuple):
     zmean: bool = False
     argmax: bool = False
 
-    def but(self, **changes: bool) -> Wanted:
+    def replace(self, **changes: bool) -> Outputs:
         """The record with other values in some fields."""
-        return Wanted(**{**dict(zip(Wanted._fields, self, strict=True)), **changes})
+        return Outputs(**{**dict(zip(Outputs._fields, self, strict=True)), **changes})
 
     def gradients(self) -> tuple[bool, bool, bool]:
         """Whether the gradients of hidden, weight and bias are wanted."""
         return self.hidden, self.weight, self.bias
 
     @classmethod
-    def of(cls, problem: Problem) -> Wanted:
+    def of(cls, problem: Problem) -> Outputs:
         """Gradients of those inputs that require one now."""
-        inputs, grad = (problem.hidden, problem.weight, problem.bias), torch.is_grad_enabled()
-        return cls(*[grad and x is not None and x.requires_grad for x in inputs])
+        if not torch.is_grad_enabled():
+            return cls()
+        hidden, weight, bias = problem.hidden, problem.weight, problem.bias
+        bias_too = bias is not None and bias.requires_grad
+        return cls(hidden.requires_grad, weight.requires_grad, bias_too)
 
 
 class Projection(NamedTuple):
@@ -174,13 +185,13 @@ class Divergence(NamedTuple):
     ce_weight: float = 0.0  # of the student's cross-entropy at temperature 1, beside the divergence
     probabilities: Tensor | None = None  # (N, V) floating, of TARGETS; without a teacher
 
-    def but(self, **changes: Any) -> Divergence:
+    def replace(self, **changes: Any) -> Divergence:
         """The record with other values in some fields."""
         return Divergence(**{**dict(zip(Divergence._fields, self, strict=True)), **changes})
 
     def local(self) -> Divergence:
         """The record with this rank's part of every DTensor."""
-        return self.but(**{name: local_of(x) for name, x in self._asdict().items()})
+        return self.replace(**{name: local_of(x) for name, x in self._asdict().items()})
 
     def settings(self) -> dict[str, Any]:
         """Return the options that must be equal on all ranks of a sharded vocabulary."""
@@ -242,16 +253,16 @@ class Task(NamedTuple):
     """The records of one call of an operator."""
 
     problem: Problem
-    wanted: Wanted = Wanted()
+    wanted: Outputs = Outputs()
     divergence: Divergence | None = None
     shard: Shard | None = None
 
-    def but(self, **changes: Any) -> Task:
+    def replace(self, **changes: Any) -> Task:
         """The task with other records."""
         return Task(**{**dict(zip(Task._fields, self, strict=True)), **changes})
 
     def flat(self, *own: Any) -> tuple[Any, ...]:
-        """Arguments of an operator, ``own`` among them."""
+        """All records flattened into one argument list; ``own`` are an operator's extra records."""
         divergence = self.divergence or [None] * len(Divergence._fields)
         shard = self.shard or [None] * len(Shard._fields)
         return (*self.problem, *self.wanted, *own, *divergence, *shard)
@@ -259,7 +270,7 @@ class Task(NamedTuple):
     @staticmethod
     def records(*own: type[Any]) -> tuple[type[Any], ...]:
         """The records whose fields are the arguments of an operator, ``own`` among them."""
-        return Problem, Wanted, *own, *_OPTIONAL
+        return Problem, Outputs, *own, *_OPTIONAL
 
     @classmethod
     def of(cls, flat: Sequence[Any], *own: Any) -> tuple[Any, ...]:

@@ -5,8 +5,8 @@ differentiated by torch's own nodes. An operator that arrives *below* autograd i
 :class:`Expr` if it is a view or a row of :data:`fusedce.head.rules.RULES`; any other operator gets
 real logits, computed once. After a write the logits stay real.
 
-The loss (:mod:`fusedce.head.loss`) does not differentiate this chain: its gradient goes straight to
-the head's inputs, unless code asks for the gradient of the logits.
+The gradient of a fused loss travels back along this chain as a
+:class:`fusedce.head.gradient.LazyGradient`: without values, unless code reads it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from fusedce.head.product import NO_TORCH_FUNCTION, Expr, Memory
-from fusedce.head.rules import RULES
+from fusedce.head.linear_call import NO_TORCH_FUNCTION, Expr, Memory
+from fusedce.head.rules import RULES, indexed_dims
 
 T: Any = torch.Tensor
 _foreign = ContextVar("fusedce_foreign", default=False)  # another subclass converts results
@@ -36,8 +36,8 @@ _NO_MEMORY = (
 # ---- operators ------------------------------------------------------------------------------
 
 
-class Facts(NamedTuple):
-    """Facts about an operator, read from its schema once."""
+class OpSchema(NamedTuple):
+    """What an operator writes and returns, read from its schema once."""
 
     writes: tuple[int | str, ...]  # positions and names of arguments that it writes, or may
     is_view: bool
@@ -49,8 +49,8 @@ _TRUSTED = ("aten", "prim", "prims", "fusedce")  # their schemas name all that i
 
 
 @functools.cache
-def facts_of(func: Any) -> Facts:
-    """Facts of an operator by its schema: what it writes, whether it returns a view."""
+def op_schema(func: Any) -> OpSchema:
+    """The :class:`OpSchema` of an operator."""
     arguments, returns = func._schema.arguments, func._schema.returns
     pure = func.namespace in _TRUSTED and func.overloadpacket is not aten.set_
     written = [
@@ -58,7 +58,7 @@ def facts_of(func: Any) -> Facts:
         if not pure or (a.alias_info is not None and a.alias_info.is_write)
     ]  # fmt: skip
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    return Facts(
+    return OpSchema(
         tuple(x for pair in written for x in pair),
         not written and any(r.alias_info is not None for r in returns),
         torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite),
@@ -79,8 +79,8 @@ class Uncompiled(torch.Tensor):
     __tensor_unflatten__: Any = None  # nothing is flattened
 
     @staticmethod
-    def of_others(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """``func`` by the first subclass of others, as if ours were plain; without one by torch."""
+    def defer_to_other_subclass(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Let another tensor subclass handle ``func`` first; otherwise call torch."""
         others = tuple(t for t in types if not issubclass(t, Uncompiled))
         if not others:
             with NO_TORCH_FUNCTION():
@@ -104,7 +104,7 @@ class LazyLogits(Uncompiled):
     expr: Expr
     memory: Memory
     meta: Tensor
-    above: ClassVar[dict[Any, Any]] = {}  # functions that are replaced above autograd
+    OVERRIDES: ClassVar[dict[Any, Any]] = {}  # functions that are replaced above autograd
 
     @staticmethod
     def __new__(cls, expr: Expr, memory: Memory, meta: Tensor, device: torch.device) -> LazyLogits:
@@ -114,38 +114,41 @@ class LazyLogits(Uncompiled):
         new.expr, new.memory, new.meta = expr, memory, meta
         return new
 
-    def materialize(self, operation: str) -> Tensor:
-        """The real logits, without a graph, in the memory that all their views share."""
-        with torch.no_grad(), NO_TORCH_FUNCTION():
-            return self.expr.values(operation, self.memory)
+    def materialize(self, operation: str, *, to_write: bool = False) -> Tensor:
+        """The real logits, without a graph, in the memory that all their views share.
 
-    def expose(self, operation: str) -> Tensor:
-        """Real logits for code that may write into their memory: they are real from now on."""
-        values = self.materialize(operation)
-        self.memory.written = True
+        Args:
+            operation: what needs them, for the report.
+            to_write: code may write into them, so they are real from now on.
+        """
+        with torch.no_grad(), NO_TORCH_FUNCTION():
+            values = self.expr.materialize(operation, self.memory)
+        self.memory.written |= to_write
         return values
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        facts, kwargs = facts_of(func), kwargs or {}
-        if facts.is_composite:  # in inference mode they arrive whole
+        schema, kwargs = op_schema(func), kwargs or {}
+        if schema.is_composite:  # in inference mode they arrive whole
             return func.decompose(*args, **kwargs)
         if _foreign.get():
-            args, kwargs = replaced((args, kwargs), lambda x: x.expose(str(func)))
-        if facts.writes:
-            return _write(func, facts, args, kwargs)
+            args, kwargs = map_lazy(
+                (args, kwargs), lambda x: x.materialize(str(func), to_write=True)
+            )
+        if schema.writes:
+            return _write(func, schema, args, kwargs)
         x = args[0]
         if not isinstance(x, LazyLogits) and func in (aten.mul.Tensor, aten.add.Tensor):
             x, args = args[1], (args[1], args[0], *args[2:])
-        if isinstance(x, LazyLogits) and (func in RULES or facts.is_view):
-            result = _note(x, func, facts, args, kwargs)
+        if isinstance(x, LazyLogits) and (func in RULES or schema.is_view):
+            result = _note(x, func, schema, args, kwargs)
             if result is not None:
                 return result
-        return func(*real(args, str(func)), **real(kwargs, str(func)))
+        return func(*materialized(args, str(func)), **materialized(kwargs, str(func)))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler = cls.above.get(func)
+        handler = cls.OVERRIDES.get(func)
         with NO_TORCH_FUNCTION():
             if handler is not None:
                 return handler(func, *args, **(kwargs or {}))
@@ -154,11 +157,14 @@ class LazyLogits(Uncompiled):
             )
         if normal:
             with torch.inference_mode(False), torch.no_grad():  # torch refuses views there
-                return cls.of_others(func, types, args, kwargs)
-        return cls.of_others(func, types, args, kwargs)
+                return cls.defer_to_other_subclass(func, types, args, kwargs)
+        return cls.defer_to_other_subclass(func, types, args, kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+        try:
+            return repr(self._copied("repr"))
+        except RuntimeError as e:  # a debugger shows it
+            return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, {e})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if not self.is_leaf:
@@ -168,7 +174,7 @@ class LazyLogits(Uncompiled):
         return copy.deepcopy(values, memo)
 
     def __copy__(self) -> Tensor:
-        self.expose("copy")  # it shares their memory
+        self.materialize("copy", to_write=True)  # it shares their memory
         return copy.copy(self._copied("copy"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -186,21 +192,21 @@ def _keep_compiler_out() -> None:
             setattr(cls, name, classmethod(method))
 
 
-def replaced(x: Any, by: Callable[[Any], Any], kind: type[Tensor] | None = None) -> Any:
+def map_lazy(x: Any, by: Callable[[Any], Any], kind: type[Tensor] | None = None) -> Any:
     """``x`` with all lazy logits in it replaced, or all tensors of another ``kind``."""
     if isinstance(x, kind or LazyLogits):
         return by(x)
     if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
-        return type(x)(replaced(y, by, kind) for y in x)
-    return {k: replaced(v, by, kind) for k, v in x.items()} if isinstance(x, dict) else x
+        return type(x)(map_lazy(y, by, kind) for y in x)
+    return {k: map_lazy(v, by, kind) for k, v in x.items()} if isinstance(x, dict) else x
 
 
-def real(x: Any, operation: str) -> Any:
+def materialized(x: Any, operation: str) -> Any:
     """``x`` with all lazy logits in it replaced by real ones."""
-    return replaced(x, lambda lazy: lazy.materialize(operation))
+    return map_lazy(x, lambda lazy: lazy.materialize(operation))
 
 
-def kept(arguments: Any) -> Any:
+def snapshot(arguments: Any) -> Any:
     """Arguments to keep: expressions of lazy logits, and copies of tensors, which writes spare."""
 
     def copied(x: Any) -> Any:
@@ -208,18 +214,18 @@ def kept(arguments: Any) -> Any:
             return x.expr
         return x.detach().clone().requires_grad_(x.requires_grad)
 
-    return replaced(arguments, copied, Tensor)
+    return map_lazy(arguments, copied, Tensor)
 
 
 def without_data(arguments: Any) -> Any:
     """Arguments with tensors of the device "meta"."""
     meta = lambda x: x.meta if isinstance(x, LazyLogits) else x.to("meta")  # noqa: E731
-    return replaced(arguments, meta, Tensor)
+    return map_lazy(arguments, meta, Tensor)
 
 
-def _note(x: LazyLogits, func: Any, facts: Facts, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _note(x: LazyLogits, func: Any, schema: OpSchema, args: tuple[Any, ...], kwargs: Any) -> Any:
     """The result as lazy logits; ``None`` if it needs values."""
-    if x.memory.written and not facts.is_view:
+    if x.memory.written and not schema.is_view:
         return None
     others = [a for a in args[1:] if isinstance(a, Tensor)]
     if func is aten.add.Tensor and not others:  # logits + 0 are real ones
@@ -235,9 +241,20 @@ def _note(x: LazyLogits, func: Any, facts: Facts, args: tuple[Any, ...], kwargs:
         return _parts(x, func, args[1:], kwargs, meta)
     if meta is None or not meta.dim() or not meta.is_floating_point():
         return None
-    new = Expr(None, func, (x.expr, *kept(args[1:])), kwargs, tuple(meta.shape))
-    memory = x.memory if facts.is_view else Memory(new)
+    nodes = () if x.memory.written else (node_number(t) for t in args if isinstance(t, LazyLogits))
+    new = Expr(None, func, (x.expr, *snapshot(args[1:])), kwargs, tuple(meta.shape), nodes)
+    memory = x.memory if schema.is_view else Memory(new)
     return LazyLogits(new, memory, meta, x.device)
+
+
+def node_number(x: Tensor) -> int:
+    """The number of the autograd node that made ``x``; -1 without one.
+
+    A number, since the node itself would keep the whole graph alive.
+    """
+    with NO_TORCH_FUNCTION():
+        node: Any = x.grad_fn
+    return -1 if node is None else int(node._sequence_nr())
 
 
 def _is_operand(t: Tensor, x: LazyLogits, func: Any) -> bool:
@@ -251,8 +268,7 @@ def _is_operand(t: Tensor, x: LazyLogits, func: Any) -> bool:
 
 def _meta_after(func: Any, x: LazyLogits, args: tuple[Any, ...], kwargs: Any) -> Any:
     if func is aten.index.Tensor:  # the number of a mask's rows is found by indexing one class
-        used = sum(1 if i is None or i.dtype != torch.bool else i.dim() for i in args[0])
-        if used >= x.dim():
+        if indexed_dims(args[0]) >= x.dim():
             return None
         one = next(i for i in args[0] if i is not None).new_empty((1,))
         shape = func(one.expand(*x.shape[:-1], 1), args[0]).shape[:-1]
@@ -270,57 +286,56 @@ def _parts(x: LazyLogits, func: Any, args: Any, kwargs: Any, metas: Sequence[Ten
     return [aten.slice.Tensor(x, dim, begin, end) for begin, end in pairwise(ends)]
 
 
-def _write(func: Any, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _write(func: Any, schema: OpSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply an operator that writes into arguments, or may, to real values."""
     name = str(func)
-    if facts.reshapes and isinstance(args[0], LazyLogits):
+    if schema.reshapes and isinstance(args[0], LazyLogits):
         if func is aten.detach_.default:
             return args[0]
         raise RuntimeError(_NO_MEMORY.format(func.overloadpacket))
-    written = [args[i] for i in facts.writes if isinstance(i, int) and i < len(args)]
-    written += [kwargs[n] for n in facts.writes if n in kwargs]
-    replaced(written, lambda x: x.expose(name))
-    given: dict[int, LazyLogits] = {}
+    written = [args[i] for i in schema.writes if isinstance(i, int) and i < len(args)]
+    written += [kwargs[n] for n in schema.writes if n in kwargs]
+    map_lazy(written, lambda x: x.materialize(name, to_write=True))
+    lazy_of: dict[int, LazyLogits] = {}
 
-    def made(x: LazyLogits) -> Tensor:
+    def materialize(x: LazyLogits) -> Tensor:
         values = x.materialize(name)
-        given[id(values)] = x
+        lazy_of[id(values)] = x
         return values
 
-    args, kwargs = replaced(args, made), replaced(kwargs, made)
+    args, kwargs = map_lazy(args, materialize), map_lazy(kwargs, materialize)
     out = func(*args, **kwargs)
-    return torch.utils._pytree.tree_map(lambda t: given.get(id(t), t), out)
+    return tree_map(lambda t: lazy_of.get(id(t), t), out)
 
 
-# ---- above autograd -------------------------------------------------------------------------
+# ---- above autograd -----------------------------------------------------------------------------
 
 
-def _watched(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Note that code asks for the gradient of these logits: the loss then computes it."""
+def _differentiated(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.autograd.grad``: a gradient of logits is returned as real numbers."""
+    return materialized(func(*args, **kwargs), "the gradient of logits")
 
-    def watch(x: LazyLogits) -> None:
-        for product in x.expr.products:
-            product.watched = True
 
-    replaced((args, kwargs), watch)
-    return func(*args, **kwargs)
+def _retained(func: Any, x: LazyLogits) -> Any:
+    """``retain_grad``: the gradient is real from here on, as it is read after the next step."""
+    x.register_hook(lambda g: materialized(g, "retain_grad"))
+    return func(x)
 
 
 def _hooked(func: Any, x: LazyLogits, *args: Any) -> Any:
-    """Note that code may hook the gradient: the loss then sends a :class:`Passenger` there."""
-    for product in x.expr.products:
-        product.hooked = True
     x.grad_fn  # noqa: B018  # after a write, torch crashes if the hook makes a view build its node
     return func(x, *args)
 
 
-def _exposed(func: Any, *args: Any, **kwargs: Any) -> Any:
-    def values(x: LazyLogits) -> Tensor:
-        found = x.expose(func.__name__)
-        wants = x.requires_grad and func in (T.numpy, T.__array__, T.__dlpack__)
-        return found.detach().requires_grad_() if wants else found  # torch raises its usual error
+def _with_memory(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """``func`` of real logits, whose memory it hands out."""
 
-    return func(*replaced(args, values), **replaced(kwargs, values))
+    def materialize(x: LazyLogits) -> Tensor:
+        values = x.materialize(func.__name__, to_write=True)
+        wants = x.requires_grad and func in (T.numpy, T.__array__, T.__dlpack__)
+        return values.detach().requires_grad_() if wants else values  # torch raises its usual error
+
+    return func(*map_lazy(args, materialize), **map_lazy(kwargs, materialize))
 
 
 def _set_data(func: Any, x: LazyLogits, data: Any) -> Any:
@@ -329,14 +344,14 @@ def _set_data(func: Any, x: LazyLogits, data: Any) -> Any:
 
 _MEMORY = (T.numpy, T.__array__, T.data_ptr, T.__dlpack__, T.share_memory_, T.storage,
            T._typed_storage, T.untyped_storage, T.tolist, T.apply_, T.map_, T.map2_)  # fmt: skip
-LazyLogits.above |= dict.fromkeys(_MEMORY, _exposed)
-LazyLogits.above |= dict.fromkeys((torch.autograd.grad, T.retain_grad), _watched)
-LazyLogits.above |= dict.fromkeys((T.register_hook, T.grad_fn.__get__), _hooked)
-LazyLogits.above[T.data.__set__] = _set_data
+LazyLogits.OVERRIDES |= dict.fromkeys(_MEMORY, _with_memory)
+LazyLogits.OVERRIDES |= {torch.autograd.grad: _differentiated, T.retain_grad: _retained}
+LazyLogits.OVERRIDES[T.register_hook] = _hooked
+LazyLogits.OVERRIDES[T.data.__set__] = _set_data
 
 
 def _method(func: Any) -> Any:
-    return lambda self, *args, **kwargs: _exposed(func, self, *args, **kwargs)
+    return lambda self, *args, **kwargs: _with_memory(func, self, *args, **kwargs)
 
 
 for _func in _MEMORY:  # calls that torch does not dispatch, such as those of saved-tensor hooks

@@ -23,6 +23,13 @@ from fusedce.contract.results import LossSum, MonitoredLossSum
 _PACKAGES = tuple(str(Path(m).parent) + os.sep for m in (torch.__file__, __file__))
 
 
+_NOT_RUN = (
+    "the head has not run since it was replaced: was the model compiled before, or does other code "
+    "compute its loss (Liger's or TRL's patches, a product with the weight)?"
+)
+_UNREAD = "the head has run, but nothing has used its logits yet"
+
+
 class Place(NamedTuple):
     """A line of code that needed real logits."""
 
@@ -41,7 +48,8 @@ class HeadReport(NamedTuple):
     losses_fused: int
     logits_made: int
     places: tuple[Place, ...]  # in the order of their first time
-    notes: tuple[str, ...]  # why the original head runs, or in which dtype the loss is computed
+    notes: tuple[str, ...]  # why the original head runs, or its own code makes the logits
+    calls: int = 0  # how often the head has run
 
     def __str__(self) -> str:
         if self.since is None:
@@ -57,6 +65,8 @@ class HeadReport(NamedTuple):
             ),
             *self.notes,
         ]
+        if not (self.losses_fused or self.logits_made or self.notes):
+            lines.append(_UNREAD if self.calls else _NOT_RUN)
         return "\n".join(lines)
 
 
@@ -64,14 +74,15 @@ class HeadCounts:
     """Counts of fused losses and real logits while a head was replaced, with places and notes."""
 
     def __init__(self, since: str | None = None) -> None:
-        self.since, self.losses = since or time.strftime("%Y-%m-%d %H:%M:%S"), 0
+        self.since = since or time.strftime("%Y-%m-%d %H:%M:%S")
+        self.calls = self.losses = 0
         self.places: dict[tuple[str, str], Place] = {}
         self.notes: list[str] = []
 
     def __deepcopy__(self, memo: object) -> HeadCounts:
         return HeadCounts(self.since)
 
-    def made(self, operation: str, shape: tuple[int, ...], size: int) -> None:
+    def count_logits(self, operation: str, shape: tuple[int, ...], size: int) -> None:
         """Count logits of ``size`` bytes that ``operation`` needed."""
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
@@ -144,7 +155,7 @@ def model_loss(model: Any, batch: Mapping[str, Any]) -> LossSum:
 
     A model's own ``loss`` is the mean over one batch, and a mean of such means weighs a token of a
     short batch more. Here the model's loss code runs unchanged, shift and ``ignore_index``
-    included, and its cross-entropy divides by 1.
+    included, and its cross-entropy divides by a power of two, which is undone.
 
     Examples:
         >>> acc.backward(fusedce.model_loss(model, batch))  # doctest: +SKIP
@@ -159,7 +170,8 @@ def model_loss(model: Any, batch: Mapping[str, Any]) -> LossSum:
 
     Raises:
         ValueError: the model's loss is not one fused cross-entropy with the mean over its tokens,
-            or holds an auxiliary loss (MoE router).
+            or it holds another term (a router's loss, a regulariser). To see that, the host waits
+            for the loss.
         TypeError: ``batch`` is not a mapping.
     """
     if not isinstance(batch, Mapping):
@@ -167,8 +179,11 @@ def model_loss(model: Any, batch: Mapping[str, Any]) -> LossSum:
     labels = batch.get("labels", batch.get("shift_labels"))
     if not isinstance(labels, Tensor):
         raise ValueError(f'batch must hold "labels", got the keys {sorted(batch)}')
-    one = torch.ones((), dtype=torch.int64, device=labels.device)
-    with LossObserver(one) as observer:
+    # A power of two: dividing by it and multiplying again rounds nothing, and a term beside the
+    # cross-entropy stands out from a loss of a few nats.
+    scale = 2 ** labels.numel().bit_length()
+    denominator = torch.full((), scale, dtype=torch.int64, device=labels.device)
+    with LossObserver(denominator) as observer:
         out = model(**{k: x for k, x in batch.items() if k != "num_items_in_batch"})
     get = out.get if isinstance(out, Mapping) else lambda name: getattr(out, name, None)
     loss = get("loss")
@@ -179,12 +194,28 @@ def model_loss(model: Any, batch: Mapping[str, Any]) -> LossSum:
             f"before DDP or accelerate wraps the model, and give it labels. (Liger's patches "
             f"bypass the head: leave them out)"
         )
-    if get("aux_loss") is not None:
-        raise ValueError(
-            "the model's loss holds an auxiliary loss, which is no sum over tokens: call the model "
-            "with output_router_logits=False, or give acc.add_auxiliary(aux) its own term"
-        )
-    return LossSum(loss.float().reshape(()), observer.losses[0][1])
+    loss_sum, n_valid, _ = observer.losses[0]
+    _refuse_other_terms(out, loss.detach().reshape(()), loss_sum / scale)
+    return LossSum(loss.float().reshape(()) * scale, n_valid)
+
+
+def _refuse_other_terms(out: Any, loss: Tensor, cross_entropy: Tensor) -> None:
+    """Raise ``ValueError`` unless a model's ``loss ()`` is its ``cross_entropy ()``."""
+    other = float(loss - cross_entropy.to(loss))
+    if not abs(other) > 2 * torch.finfo(loss.dtype).eps * abs(float(cross_entropy)):
+        return
+    fields = out.items() if isinstance(out, Mapping) else ()
+    named = [
+        name
+        for name, x in fields
+        if name != "loss" and isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()
+    ]
+    term = " and ".join(named) or "a regulariser or router's loss that it does not return"
+    raise ValueError(
+        f"the model's loss is its cross-entropy and {other:.3g} more ({term}), which is no sum "
+        f"over tokens: call the model without it (output_router_logits=False), or compute the "
+        f"cross-entropy with fused_ce and give acc.add_auxiliary(aux) the other term"
+    )
 
 
 # ---- the number by which a model will divide its losses --------------------------------------

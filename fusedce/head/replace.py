@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fusedce.contract.checks import memory_budget_of
 from fusedce.contract.groups import is_dtensor
-from fusedce.head.hidden import Head, ShardedForward, classes_of, head_of
+from fusedce.head.lazy import LazyLogits
+from fusedce.head.lent_input import Head, ShardedForward, classes_of, head_of, take_back
+from fusedce.head.loss import cross_entropy
 from fusedce.head.observe import HeadCounts, HeadReport, note_items
+
+LazyLogits.OVERRIDES[F.cross_entropy] = cross_entropy
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _TRL = (
@@ -74,6 +79,7 @@ def replace_loss_head(
     if replaced is None:
         _restore(head)  # it may have been replaced before an adapter was put around it
         head.register_forward_pre_hook(Head(HeadCounts(), memory_budget))
+        head.register_forward_hook(take_back, prepend=True)
         if "forward" in head.__dict__ and is_dtensor(head._parameters.get("weight")):
             head.forward = ShardedForward(head)
     elif memory_budget is not None:
@@ -128,6 +134,7 @@ def head_report(model: nn.Module) -> HeadReport:
         logits_made=sum(p.times for p in places),
         places=places,
         notes=tuple(dict.fromkeys(note for one in counts for note in one.notes)),
+        calls=sum(one.calls for one in counts),
     )
 
 
@@ -159,6 +166,8 @@ def _restore(model: nn.Module) -> None:
     for module in model.modules():
         for key in [k for k, h in module._forward_pre_hooks.items() if isinstance(h, Head)]:
             del module._forward_pre_hooks[key]
+        for key in [k for k, h in module._forward_hooks.items() if h is take_back]:
+            del module._forward_hooks[key]
         forward = module.__dict__.get("forward")
         if isinstance(forward, ShardedForward):
             module.forward = forward.original

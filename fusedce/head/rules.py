@@ -1,27 +1,28 @@
 """The operators between output head and loss that the fused loss can take into account.
 
-Each rule maps the operands from which the logits are computed (:class:`Rows`) to those after the
-operator. It returns ``None`` if the fused loss cannot do that; then the loss is computed from real
-logits. To add an operator, add a rule: its values and its derivative are torch's own.
+Each rule maps the operands from which the logits are computed (:class:`LogitForm`) to those after
+the operator. It returns ``None`` if the fused loss cannot do that; then the loss is computed from
+real logits. To add an operator, add a rule: its values and its derivative are torch's own.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedce.head.product import Expr, Product, Shape
+from fusedce.head.linear_call import Expr, LinearCall, Shape
 from fusedce.loss.sharded_problem import is_vocabulary_shard
 
 aten = torch.ops.aten
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
-class Rows(NamedTuple):
+class LogitForm(NamedTuple):
     """``logits = cap * tanh(scale / cap * (hidden @ weight.T + bias))``, of some classes."""
 
     hidden: Tensor  # (..., H, ...): the logits' dimensions, with H in the place of the classes
@@ -37,7 +38,7 @@ class Rows(NamedTuple):
         """The number of classes that are left."""
         return int(self.classes.stop - self.classes.start)
 
-    def is_product(self) -> bool:
+    def is_linear(self) -> bool:
         """Whether nothing has changed the values of all classes, which come last."""
         return (
             self.scale == 1.0 and self.cap is None and not self.rounded
@@ -46,37 +47,38 @@ class Rows(NamedTuple):
         )  # fmt: skip
 
 
-Rule = Callable[..., Rows | None]  # of rows, the shape after the operator, and its other arguments
+# Of the form before, the shape after the operator, and its other arguments.
+Rule = Callable[..., LogitForm | None]
 
 
-def _cast(p: Rows, after: Shape, dtype: Any = None, **_: Any) -> Rows | None:
+def _cast(p: LogitForm, after: Shape, dtype: Any = None, **_: Any) -> LogitForm | None:
     if dtype is None:
         return p
-    if not dtype.is_floating_point or (dtype == torch.float64 != p.hidden.dtype):
-        return None  # float64 asks for a loss in float64
+    if dtype not in _DTYPES or (dtype == torch.float64 != p.hidden.dtype):
+        return None  # float8 saturates; float64 asks for a loss in float64
     coarser = torch.finfo(dtype).eps > torch.finfo(p.hidden.dtype).eps
     return p._replace(rounded=p.rounded or coarser)
 
 
-def _reshape(p: Rows, after: Shape, *_: Any) -> Rows | None:
+def _reshape(p: LogitForm, after: Shape, *_: Any) -> LogitForm | None:
     if p.class_dim != p.hidden.dim() - 1 or after[-1] != p.n_classes():
         return None  # the classes may be mixed with something else
     hidden = p.hidden.reshape(*after[:-1], p.hidden.shape[-1])
     return p._replace(hidden=hidden, class_dim=len(after) - 1)
 
 
-def _permute(p: Rows, after: Shape, dims: Any) -> Rows | None:
+def _permute(p: LogitForm, after: Shape, dims: Any) -> LogitForm | None:
     dims = [d % len(after) for d in dims]
     return p._replace(hidden=p.hidden.permute(dims), class_dim=dims.index(p.class_dim))
 
 
-def _transpose(p: Rows, after: Shape, a: int = 0, b: int = -1) -> Rows | None:  # or t()
+def _transpose(p: LogitForm, after: Shape, a: int = 0, b: int = -1) -> LogitForm | None:  # or t()
     dims = list(range(len(after)))
     dims[a], dims[b] = dims[b], dims[a]
     return _permute(p, after, dims)
 
 
-def _along(func: Any, p: Rows, after: Shape, dim: int, *args: Any) -> Rows | None:
+def _along(func: Any, p: LogitForm, after: Shape, dim: int, *args: Any) -> LogitForm | None:
     """The operator ``func`` chooses positions along one dimension."""
     dim, c = dim % p.hidden.dim(), p.class_dim
     if dim == c:
@@ -86,8 +88,8 @@ def _along(func: Any, p: Rows, after: Shape, dim: int, *args: Any) -> Rows | Non
 
 
 def _slice(
-    p: Rows, after: Shape, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
-) -> Rows | None:
+    p: LogitForm, after: Shape, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> LogitForm | None:
     if dim % len(after) != p.class_dim:
         return _along(aten.slice.Tensor, p, after, dim, start, end, step)
     start, stop, step = slice(start, end, step).indices(p.n_classes())
@@ -96,9 +98,14 @@ def _slice(
     return p._replace(classes=slice(p.classes.start + start, p.classes.start + stop))
 
 
-def _index(p: Rows, after: Shape, indices: Any) -> Rows | None:
-    used = sum(1 if i is None or i.dtype != torch.bool else i.dim() for i in indices)
-    if p.class_dim != p.hidden.dim() - 1 or used > p.class_dim:
+def indexed_dims(indices: Sequence[Tensor | None]) -> int:
+    """The number of dimensions that indices stand for: a mask stands for all of its own."""
+    masks = (torch.bool, torch.uint8)
+    return sum(i.dim() if i is not None and i.dtype in masks else 1 for i in indices)
+
+
+def _index(p: LogitForm, after: Shape, indices: Any) -> LogitForm | None:
+    if p.class_dim != p.hidden.dim() - 1 or indexed_dims(indices) > p.class_dim:
         return None
     hidden = p.hidden[tuple(slice(None) if i is None else i for i in indices)]
     return p._replace(hidden=hidden, class_dim=len(after) - 1)
@@ -111,25 +118,26 @@ def _number(x: Any) -> float | None:
     return float(x) if isinstance(x, (int, float)) else None
 
 
-def _times(p: Rows, after: Shape, other: Any) -> Rows | None:
+def _times(p: LogitForm, after: Shape, other: Any) -> LogitForm | None:
     factor = _number(other)
     if factor is None:
         return None
     return p._replace(scale=p.scale * factor) if p.cap is None else p._replace(cap=p.cap * factor)
 
 
-def _over(p: Rows, after: Shape, other: Any) -> Rows | None:
+def _over(p: LogitForm, after: Shape, other: Any) -> LogitForm | None:
     number = _number(other)
     return _times(p, after, 1 / number) if number else None
 
 
-def _plus(p: Rows, after: Shape, other: Any, *, alpha: float = 1) -> Rows | None:
-    if alpha != 1 or not p.is_product() or is_vocabulary_shard(p.weight):
+def _plus(p: LogitForm, after: Shape, other: Any, *, alpha: float = 1) -> LogitForm | None:
+    if alpha != 1 or not p.is_linear() or is_vocabulary_shard(p.weight):
         return None
     if after != (*p.hidden.shape[:-1], p.n_classes()):
         return None  # the sum has more rows
-    if isinstance(other, Rows):  # LoRA: [h, s A h] @ [W, B].T
-        if not other._replace(scale=1.0).is_product() or other.hidden.dim() != p.hidden.dim():
+    if isinstance(other, LogitForm):  # LoRA: [h, s A h] @ [W, B].T
+        rows = p.hidden.shape[:-1]
+        if not other._replace(scale=1.0).is_linear() or other.hidden.shape[:-1] != rows:
             return None
         hidden = torch.cat([p.hidden, (other.hidden * other.scale).to(p.hidden.dtype)], -1)
         weight = torch.cat([p.weight, other.weight.to(p.weight.dtype)], -1)
@@ -164,28 +172,8 @@ RULES: dict[Any, Rule] = {
     aten.add.Tensor: _plus,
 }  # fmt: skip
 
-# Nodes by which autograd differentiates these operators. A chain with any other node, such as a
-# write or a function of C++, is left to autograd.
-NODES = frozenset(
-    f"{name}Backward{i}" for i in range(5) for name in
-    ("Alias", "Clone", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Mul", "Div",
-     "ToCopy", "Permute", "Transpose", "T", "Slice", "Select", "Index", "IndexSelect",
-     "Neg", "Tanh", "Add", "Split", "SplitWithSizes", "Unbind", "LiftFresh")
-)  # fmt: skip
 
-
-# Operators that change no values, and are not counted by `number_of_steps`.
-_FREE = frozenset(("view", "unsafeview", "reshapealias", "squeeze", "unsqueeze", "alias", "clone",
-                   "detach", "liftfresh"))  # fmt: skip
-
-
-def number_of_steps(names: Iterable[str]) -> int:
-    """The number of operators, or of their nodes, that change values or choose among them."""
-    kinds = (name.partition("Backward")[0].replace("_", "").lower() for name in names)
-    return sum(kind not in _FREE for kind in kinds)
-
-
-def rows_of(expr: Expr, given: Mapping[Product, Sequence[Tensor]]) -> Rows | None:
+def form_of(expr: Expr, given: Mapping[LinearCall, Sequence[Tensor]]) -> LogitForm | None:
     """The operands from which the fused loss computes these logits; ``None`` if it cannot.
 
     Its hidden state is ``(..., H)``, wherever the classes are. Its scale and cap are options of the
@@ -203,11 +191,11 @@ def rows_of(expr: Expr, given: Mapping[Product, Sequence[Tensor]]) -> Rows | Non
     return p if -_HUGE <= p.scale <= _HUGE else None
 
 
-def _applied(expr: Expr, given: Mapping[Product, Sequence[Tensor]]) -> Rows | None:
-    if expr.product is not None:
-        hidden, weight, *bias = given[expr.product]
+def _applied(expr: Expr, given: Mapping[LinearCall, Sequence[Tensor]]) -> LogitForm | None:
+    if expr.call is not None:
+        hidden, weight, *bias = given[expr.call]
         classes = slice(0, weight.shape[0])
-        return Rows(hidden, weight, bias[0] if bias else None, hidden.dim() - 1, classes)
+        return LogitForm(hidden, weight, bias[0] if bias else None, hidden.dim() - 1, classes)
     args = [_applied(arg, given) if isinstance(arg, Expr) else arg for arg in expr.args]
     rule = None if args[0] is None else RULES.get(expr.func)
-    return rule and rule(args[0], expr.after, *args[1:], **expr.kwargs)
+    return rule and rule(args[0], expr.shape, *args[1:], **expr.kwargs)

@@ -11,14 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from fusedce.autograd import dispatch
-from fusedce.contract.checks import check_choice
+from fusedce.backends.shards import ALL_HERE
+from fusedce.contract.checks import check_choice, check_unsharded, checked, is_sharded
 from fusedce.contract.divergence import targets_of
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.labels import shift_labels
 from fusedce.contract.objective import expected, weights_and_count
 from fusedce.contract.problem import Divergence, Problem, Task, acc_dtype
-from fusedce.loss.sharded_problem import LOSSES, SUM, divergence_task, no_labels, ready
+from fusedce.loss.sharded_problem import (
+    LOSSES,
+    SUM,
+    agree,
+    divergence_task,
+    no_labels,
+)
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = get_args(Reduction)
@@ -94,10 +101,11 @@ def fused_cross_entropy(
         infinite loss is 0 here. With class weights Liger-Kernel divides the z-loss by the number
         of valid positions; here it is divided by the sum of weights, as the rest of the loss.
 
-        "none" is exact under any upstream gradient: its backward computes the logits once more and
-        leaves out tokens whose upstream gradient is 0. Class probabilities are computed by the
-        torch backend, on a GPU too. For one denominator over several batches or ranks take
-        :func:`fused_ce` with :class:`LossAccumulator` instead of "mean".
+        "none" is exact under any upstream gradient: its backward computes the logits once more,
+        unless they are few and were kept, and leaves out tokens whose upstream gradient is 0. Class
+        probabilities are computed by the torch backend, on a GPU too. For one denominator over
+        several batches or ranks take :func:`fused_ce` with :class:`LossAccumulator` instead of
+        "mean".
     """
     problem = Problem(
         hidden, weight, labels, bias=bias, token_weight=token_weight, class_weight=class_weight,
@@ -105,16 +113,23 @@ def fused_cross_entropy(
         label_smoothing=label_smoothing, z_loss=z_loss, chunk_tokens=chunk_tokens,
         memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
-    placed = process_group, tokens_sharded, vocab_size
+    sharding = process_group, tokens_sharded, vocab_size
     tensors = isinstance(labels, Tensor) and isinstance(hidden, Tensor)
     if tensors and labels.is_floating_point() and labels.dim() == hidden.dim():
-        return _of_probabilities(problem, placed, reduction)
+        return _of_probabilities(problem, sharding, reduction)
+    shard, tokens = None, ALL_HERE
+    if is_sharded(weight, process_group):
 
-    def check(given: Problem) -> dict[str, Any]:
+        def check(given: Problem) -> dict[str, Any]:
+            check_choice("reduction", reduction, REDUCTIONS)
+            return {"reduction": reduction}
+
+        function = LOSSES if reduction == "none" else SUM
+        problem, shard, tokens = agree(problem, sharding, function, check)
+    else:
+        check_unsharded(tokens_sharded, vocab_size)
+        problem = checked(problem)
         check_choice("reduction", reduction, REDUCTIONS)
-        return {"reduction": reduction}
-
-    problem, shard, tokens = ready(problem, placed, LOSSES if reduction == "none" else SUM, check)
     task = Task(problem, shard=shard)
     if reduction == "none":
         return tokens.own(dispatch.token_losses(task))[0].view(local_of(labels).shape)
@@ -127,26 +142,26 @@ def _reduced(task: Task, reduction: str, counted: Problem) -> Tensor:
     if reduction == "sum":
         if torch.compiler.is_compiling() or expected() is None:  # no other factor is expected
             one = problem.hidden.new_ones((), dtype=dtype)
-            task = task.but(problem=problem.but(expected_upstream=one))
+            task = task.replace(problem=problem.replace(expected_upstream=one))
         return dispatch.loss_sum(task)[0].loss_sum
     weights, count = weights_and_count(counted)
     # If all weights are 0, the mean is 0 / 0, as in torch; without a valid label it is 0.
     denominator = torch.where(count > 0, weights, 1.0).to(dtype)
-    task = task.but(problem=problem.but(expected_upstream=1 / denominator))
+    task = task.replace(problem=problem.replace(expected_upstream=1 / denominator))
     return dispatch.loss_sum(task)[0].loss_sum / denominator
 
 
-def _of_probabilities(problem: Problem, placed: Any, reduction: str) -> Tensor:
+def _of_probabilities(problem: Problem, sharding: Any, reduction: str) -> Tensor:
     """The loss of class probabilities; on a sharded vocabulary of those of this rank's classes."""
     given, asked = local_of(problem.labels), problem
 
     def check(here: Problem, _: bool) -> Divergence:
         check_choice("reduction", reduction, REDUCTIONS)
-        return targets_of(here.but(ignore_index=asked.ignore_index), given)
+        return targets_of(here.replace(ignore_index=asked.ignore_index), given)
 
     labels, backend = no_labels(problem.hidden), problem.backend or "torch"
-    problem = problem.but(labels=labels, ignore_index=None, backend=backend)
-    task, tokens = divergence_task(problem, placed, reduction, check)
+    problem = problem.replace(labels=labels, ignore_index=None, backend=backend)
+    task, tokens = divergence_task(problem, sharding, reduction, check)
     if tokens.group is not None:
         raise ValueError(
             "tokens_sharded must be False with labels of class probabilities: a rank needs those "
@@ -154,7 +169,7 @@ def _of_probabilities(problem: Problem, placed: Any, reduction: str) -> Tensor:
         )
     if reduction == "none":
         return dispatch.token_losses(task).view(given.shape[:-1])
-    return _reduced(task, reduction, task.problem.but(class_weight=None))
+    return _reduced(task, reduction, task.problem.replace(class_weight=None))
 
 
 # ---- under the names and with the order of arguments of other libraries --------------------------

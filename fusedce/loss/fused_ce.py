@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.contract.checks import check_argmax_out
+from fusedce.contract.checks import check_argmax_out, check_unsharded, checked, is_sharded
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
-from fusedce.contract.problem import Problem, Task, Wanted
+from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.contract.results import MONITORS, LossSum, MonitoredLossSum
-from fusedce.loss.sharded_problem import SUM, ready
+from fusedce.loss.sharded_problem import SUM, agree
 
 
 @explains_names
@@ -99,9 +99,9 @@ def fused_ce(
     Note:
         Products have the inputs' dtype and accumulate in float32; all else is float32 or better.
         Deterministic. Gradients are computed in the forward pass, chunk by chunk, three products of
-        the head's size in all, so later writes into ``weight`` do not change them. With label
-        smoothing, "entropy" or "z_loss" monitored, a small budget, or a sharded vocabulary, the
-        logits are computed twice, a fourth product.
+        the head's size in all, so later writes into ``weight`` do not change them. With "entropy"
+        or "z_loss" monitored, a small budget, a sharded vocabulary, or label smoothing where a
+        chunk is not held in float32, the logits are computed twice, a fourth product.
 
         With no valid label ``loss_sum`` and all gradients are 0; the graph is still there. The
         hidden state of an ignored position is never read. A valid position whose logits hold NaN or
@@ -113,21 +113,22 @@ def fused_ce(
         chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
 
-    def check(given: Problem) -> dict[str, Any]:
-        if isinstance(monitor, (str, Tensor)) or not isinstance(monitor, Collection):
-            raise TypeError(f"monitor must be a tuple of names out of {MONITORS}, got {monitor!r}")
-        for name in monitor:
-            if name not in MONITORS:
-                raise ValueError(f"monitor must hold names out of {MONITORS}, got {name!r}")
-        beside = sorted(monitor)
-        if argmax_out is not None:
-            check_argmax_out(local_of(argmax_out), given)
-            beside.append("argmax_out")
-        return {"monitor": ", ".join(beside)}
+    shard = tokens = None
+    if is_sharded(weight, process_group):
 
-    placed = process_group, tokens_sharded, vocab_size
-    problem, shard, tokens = ready(problem, placed, SUM, check)
-    wanted = Wanted(
+        def check(given: Problem) -> dict[str, Any]:
+            _check_outputs(monitor, local_of(argmax_out), given.labels)
+            beside = [*sorted(monitor), *["argmax_out"][: argmax_out is not None]]
+            return {"monitor": ", ".join(beside)}
+
+        sharding = process_group, tokens_sharded, vocab_size
+        problem, shard, tokens = agree(problem, sharding, SUM, check)
+    else:
+        check_unsharded(tokens_sharded, vocab_size)
+        problem = checked(problem)
+        if type(monitor) is not tuple or monitor or argmax_out is not None:
+            _check_outputs(monitor, argmax_out, labels)
+    wanted = Outputs(
         argmax=argmax_out is not None or "correct" in monitor,
         entropy="entropy" in monitor,
         lse="z_loss" in monitor,
@@ -136,9 +137,22 @@ def fused_ce(
     if monitor:
         out = MonitoredLossSum.of(out, _sums(problem, monitor, values))
     if argmax_out is not None:
-        (argmax,), own = tokens.own(values["argmax"]), local_of(argmax_out)
+        argmax, own = values["argmax"], local_of(argmax_out)
+        if tokens is not None:
+            (argmax,) = tokens.own(argmax)
         own.copy_(argmax.view(own.shape))  # last, since it may be the memory of labels
     return out
+
+
+def _check_outputs(monitor: Collection[str], argmax_out: Tensor | None, labels: Tensor) -> None:
+    """Check the arguments that ask for more than the loss; of this rank's tensors."""
+    if isinstance(monitor, (str, Tensor)) or not isinstance(monitor, Collection):
+        raise TypeError(f"monitor must be a tuple of names out of {MONITORS}, got {monitor!r}")
+    for name in monitor:
+        if name not in MONITORS:
+            raise ValueError(f"monitor must hold names out of {MONITORS}, got {name!r}")
+    if argmax_out is not None:
+        check_argmax_out(argmax_out, labels)
 
 
 def _sums(problem: Problem, monitor: Collection[str], of: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -156,11 +156,11 @@ def _asked(
     of_teacher = {name: options.pop(name) for name in Divergence._fields if name in options}
     student = Problem(hidden, weight, cast(Tensor, labels), **options)
     if labels is None and isinstance(hidden, Tensor):
-        student = student.but(labels=no_labels(hidden), ignore_index=None)
+        student = student.replace(labels=no_labels(hidden), ignore_index=None)
     given = Divergence(teacher_hidden, teacher_weight, kind=divergence, **of_teacher)
 
     def check(here: Problem, shard: bool) -> Divergence:
         return checked_divergence(here, given.local() if shard else given, labels, shard=shard)
 
-    placed = process_group, tokens_sharded, vocab_size
-    return divergence_task(student, placed, reduction, check)
+    sharding = process_group, tokens_sharded, vocab_size
+    return divergence_task(student, sharding, reduction, check)

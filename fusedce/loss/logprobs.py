@@ -8,12 +8,21 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.contract.checks import check_flag
+from fusedce.backends.shards import ALL_HERE
+from fusedce.contract.checks import (
+    check_flag,
+    check_tokens,
+    check_unsharded,
+    checked,
+    flattened,
+    is_sharded,
+    tempered,
+)
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
-from fusedce.contract.problem import Problem, Task, Wanted
+from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
-from fusedce.loss.sharded_problem import ARGMAX, STATISTICS, no_labels, ready
+from fusedce.loss.sharded_problem import ARGMAX, STATISTICS, agree, no_labels
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -110,9 +119,10 @@ def fused_logprobs(
 
     Note:
         Each token has an upstream gradient of its own. Backward computes the logits once more, in
-        tiles of the vocabulary, and leaves out tokens whose upstream gradients are all 0 (masked
-        prompts, clipped ratios). The log-probability (of K classes: of the likeliest) and entropy
-        stay exact where one class has nearly all the probability. Deterministic.
+        tiles of the vocabulary, unless they are few and were kept, and leaves out tokens whose
+        upstream gradients are all 0 (masked prompts, clipped ratios). The log-probability (of K
+        classes: of the likeliest) and entropy stay exact where one class has nearly all the
+        probability. Deterministic.
     """
     problem = Problem(
         hidden, weight, labels, bias=bias, ignore_index=ignore_index, softcap=softcap,
@@ -120,13 +130,20 @@ def fused_logprobs(
         backend=backend,
     )  # fmt: skip
 
-    def check(given: Problem) -> dict[str, Any]:
-        check_flag("mean_logit", mean_logit)
-        return {"mean_logit": mean_logit}
+    shard, tokens = None, ALL_HERE
+    if is_sharded(weight, process_group):
 
-    placed = process_group, tokens_sharded, vocab_size
-    problem, shard, tokens = ready(problem, placed, STATISTICS, check, temperature)
-    wanted = Wanted(lse=True, entropy=True, argmax=True, zmean=mean_logit)
+        def check(given: Problem) -> dict[str, Any]:
+            check_flag("mean_logit", mean_logit)
+            return {"mean_logit": mean_logit}
+
+        sharding = process_group, tokens_sharded, vocab_size
+        problem, shard, tokens = agree(problem, sharding, STATISTICS, check, temperature)
+    else:
+        check_unsharded(tokens_sharded, vocab_size)
+        problem = flattened(check_tokens(tempered(problem, temperature)))
+        check_flag("mean_logit", mean_logit)
+    wanted = Outputs(lse=True, entropy=True, argmax=True, zmean=mean_logit)
     logprob, stats = dispatch.token_stats(Task(problem, wanted, shard=shard))
     assert stats.argmax is not None
     more = [stats.entropy, stats.lse, stats.argmax, *[stats.zmean][: int(mean_logit)]]
@@ -172,8 +189,13 @@ def fused_argmax(
         hidden, weight, no_labels(hidden), bias=bias, softcap=softcap, logit_scale=logit_scale,
         backend=backend,
     )  # fmt: skip
-    placed = process_group, tokens_sharded, vocab_size
-    problem, shard, tokens = ready(problem, placed, ARGMAX, lambda given: {})
-    argmax = dispatch.token_stats(Task(problem, Wanted(argmax=True), shard=shard))[1].argmax
+    shard, tokens = None, ALL_HERE
+    if is_sharded(weight, process_group):
+        sharding = process_group, tokens_sharded, vocab_size
+        problem, shard, tokens = agree(problem, sharding, ARGMAX, lambda given: {})
+    else:
+        check_unsharded(tokens_sharded, vocab_size)
+        problem = checked(problem)
+    argmax = dispatch.token_stats(Task(problem, Outputs(argmax=True), shard=shard))[1].argmax
     assert argmax is not None
     return tokens.own(argmax)[0].view(local_of(hidden).shape[:-1])

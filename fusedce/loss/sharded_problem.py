@@ -1,8 +1,8 @@
-"""First steps of the losses, on a sharded vocabulary too: checks, and agreement of the ranks.
+"""First steps of the losses on a sharded vocabulary: checks, and agreement of the ranks.
 
 The placement of vocabulary and tokens is read from DTensors or groups (:func:`_layout_of`). One
 all-gather then compares the ranks' arguments and tokens, and finds each rank's rows of the
-vocabulary (:func:`_agree`).
+vocabulary (:func:`_compare`).
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ from fusedce.agreement import (
     words_of,
 )
 from fusedce.backends.choose import resolve_backend
-from fusedce.backends.shards import Tokens, waiting_for_ranks
+from fusedce.backends.shards import ALL_HERE, Tokens, waiting_for_ranks
 from fusedce.contract.checks import (
     autocast,
-    check_number,
     check_options,
-    check_placed,
+    check_problem,
+    check_sharding,
     check_tensor_types,
     check_tensors,
-    checked_temperature,
+    check_unsharded,
     flattened,
+    has_several_labels,
+    is_sharded,
     memory_budget_of,
+    tempered,
     with_a_row,
 )
 from fusedce.contract.groups import Ranks, is_dtensor, local_of, name_of
@@ -57,12 +60,7 @@ _ROWS, _TOKENS, _LABELS, _WEIGHTS, _TEMPERATURES = range(5)
 LENGTH = TEXT + 5  # under 128 int64, the 1 KiB of which docstrings speak
 _FIRST, _STEP = 0x2127599BF4325C37, 0x1_2DE6_BB58  # weights of a checksum: odd, even
 
-Placed = tuple[Any, bool, int | None]  # process_group, tokens_sharded, vocab_size
-
-
-def is_sharded(weight: object, process_group: object) -> bool:
-    """Whether the vocabulary is sharded: a group was given, or the weight is a ``DTensor``."""
-    return process_group is not None or is_dtensor(weight)
+Sharding = tuple[Any, bool, int | None]  # process_group, tokens_sharded, vocab_size
 
 
 def is_vocabulary_shard(x: Any) -> bool:
@@ -70,17 +68,17 @@ def is_vocabulary_shard(x: Any) -> bool:
     return is_dtensor(x) and x.device_mesh.ndim == 1 and x.placements[0].is_shard(0)
 
 
-def ready(
+def agree(
     problem: Problem,
-    placed: Placed,
+    sharding: Sharding,
     function: str,
     check: Callable[[Problem], dict[str, Any]],
     temperature: float | Tensor = 1.0,
-) -> tuple[Problem, Shard | None, Tokens]:
-    """Check and flatten a problem; where the vocabulary is sharded, find this rank's shard.
+) -> tuple[Problem, Shard, Tokens]:
+    """Check and flatten a problem of a sharded vocabulary, and find this rank's shard.
 
-    Labels ``(..., K)``, several classes of a token, become ``(N, K)``. On a sharded vocabulary the
-    problem returned has the tokens of all ranks, and of ``weight`` the rows that are classes.
+    Labels ``(..., K)``, several classes of a token, become ``(N, K)``. The problem returned has the
+    tokens of all ranks, and of ``weight`` the rows that are classes.
 
     Args:
         problem: as given to the public function.
@@ -93,78 +91,47 @@ def ready(
     Raises:
         TypeError, ValueError, RuntimeError: the same on all ranks that share the vocabulary.
 
-    Collectives, of a sharded vocabulary: those of :func:`_agree` and of
+    Collectives: those of :func:`_all_gather_rows`, and of
     :meth:`fusedce.backends.shards.Tokens.all_of`.
     """
-    process_group, tokens_sharded, vocab_size = placed
-    sharded = is_sharded(problem.weight, process_group)
-    groups = _groups_of(problem.weight, process_group) if sharded else []
-    device = getattr(problem.labels, "device", None)
-    with tell_peers_on_error(groups, device) if sharded else contextlib.nullcontext():
-        check_placed(tokens_sharded, vocab_size, sharded=sharded)
+    process_group, tokens_sharded, vocab_size = sharding
+    groups = _groups_of(problem.weight, process_group)
+    with tell_peers_on_error(groups, getattr(problem.labels, "device", None)):
+        check_sharding(tokens_sharded, vocab_size)
         check_tensor_types(problem)
-        given = _tempered(problem, temperature)
-        if sharded:
-            given, tokens_sharded = _layout_of(given, process_group, groups, tokens_sharded)
+        given = tempered(problem, temperature)
+        given, tokens_sharded = _layout_of(given, process_group, groups, tokens_sharded)
         given = autocast(given)
-        labels, one = given.labels, given
-        several = (
-            function == STATISTICS
-            and not labels.is_floating_point()
-            and labels.dim() == given.hidden.dim() > 0
-            and labels.shape[:-1] == given.hidden.shape[:-1]
-            and labels.shape[-1] > 0
-        )
-        if several:
-            function = f"{function}, {labels.shape[-1]} classes each"
-            one = given.but(labels=labels[..., 0])
-        check_tensors(with_a_row(one) if sharded else one)
+        one = given
+        if function == STATISTICS and has_several_labels(given):
+            function = f"{function}, {given.labels.shape[-1]} classes each"
+            one = given.replace(labels=given.labels[..., 0])
+        check_tensors(with_a_row(one))
         c = given.class_weight
-        # The class weights are those of all ranks' classes, whose number `agree` finds.
-        check_options(given.but(weight=c) if sharded and isinstance(c, Tensor) else given)
+        # The class weights are those of all ranks' classes, whose number `_compare` finds.
+        check_options(given.replace(weight=c) if isinstance(c, Tensor) else given)
         asked = {"function": function, "monitor": "", **check(given)}
-        if sharded:
-            given = given.but(
-                labels=labels.long(),  # some ranks' may be int32
-                # An environment may differ between ranks as arguments may.
-                memory_budget=memory_budget_of(given.memory_budget, given.chunk_tokens),
-                backend=resolve_backend(given.backend, given.hidden),
-            )
+        given = given.replace(
+            labels=given.labels.long(),  # some ranks' may be int32
+            # An environment may differ between ranks as arguments may.
+            memory_budget=memory_budget_of(given.memory_budget, given.chunk_tokens),
+            backend=resolve_backend(given.backend, given.hidden),
+        )
         flat = flattened(given)
-        if flat.temperature is not None:
-            used = flat.valid().any(1) if several else flat.valid()
-            flat = flat.but(temperature=checked_temperature(flat.temperature, given.hidden, used))
-        if not sharded:
-            return flat, None, Tokens()
+        given = given.replace(temperature=flat.temperature)
         asked.update(tokens_sharded=tokens_sharded, vocab_size=vocab_size)
         mine = _row_of(given, asked)
-    shard, tokens = _agree(given, groups, asked, _meet(mine, groups))
+    shard, tokens = _compare(given, groups, asked, _all_gather_rows(mine, groups))
     real = max(shard.V - shard.first, 0)
     if real < len(flat.weight):  # the others are padding
         bias = None if flat.bias is None else flat.bias[:real]
-        flat = flat.but(weight=flat.weight[:real], bias=bias)
+        flat = flat.replace(weight=flat.weight[:real], bias=bias)
     return tokens.all_of(flat), shard, tokens
-
-
-def _tempered(problem: Problem, temperature: float | Tensor) -> Problem:
-    """The problem with its logits divided by a number, or by each token's own.
-
-    ``(c / t) * tanh((s / t) * x / (c / t))`` is ``c * tanh(s * x / c) / t``.
-    """
-    if isinstance(temperature, Tensor):
-        return problem.but(temperature=temperature)
-    t, cap = check_number("temperature", temperature), problem.softcap
-    if t == 1:
-        return problem
-    return problem.but(
-        softcap=None if cap is None else check_number("softcap", cap) / t,
-        logit_scale=check_number("logit_scale", problem.logit_scale) / t,
-    )
 
 
 def divergence_task(
     problem: Problem,
-    placed: Placed,
+    sharding: Sharding,
     reduction: str,
     check: Callable[[Problem, bool], Divergence],
 ) -> tuple[Task, Tokens]:
@@ -173,25 +140,28 @@ def divergence_task(
     ``check`` makes the record from the checked problem of this rank's tensors, and from whether
     these are a shard's.
     """
+    if not is_sharded(problem.weight, sharding[0]):
+        check_unsharded(*sharding[1:])
+        given = check_problem(problem)
+        divergence = check(given, False)
+        return Task(flattened(given), divergence=divergence), ALL_HERE
     found: list[Divergence] = []
-    sharded = is_sharded(problem.weight, placed[0])
 
     def checked(given: Problem) -> dict[str, Any]:
-        if sharded and given.backend == "triton":
+        if given.backend == "triton":
             raise RuntimeError(
                 "a divergence over a sharded vocabulary needs backend='torch', the Triton kernels "
                 "do not merge it over ranks"
             )
-        found.append(check(given, sharded))
+        found.append(check(given, True))
         return {"reduction": reduction} | found[0].settings()
 
-    if sharded:
-        problem = problem.but(backend=problem.backend or "torch")
-    problem, shard, tokens = ready(problem, placed, DIVERGENCE, checked)
+    problem = problem.replace(backend=problem.backend or "torch")
+    problem, shard, tokens = agree(problem, sharding, DIVERGENCE, checked)
     (divergence,), real = found, len(problem.weight)
     hidden, weight, bias, *_ = divergence
-    if shard is not None and hidden is not None and weight is not None:
-        divergence = divergence.but(
+    if hidden is not None and weight is not None:
+        divergence = divergence.replace(
             teacher_hidden=tokens.gather(hidden),
             teacher_weight=weight[:real],
             teacher_bias=None if bias is None else bias[:real],
@@ -227,7 +197,7 @@ def _row_of(problem: Problem, asked: dict[str, Any]) -> Tensor:
     return row(_settings(problem, asked), mine)
 
 
-def _agree(
+def _compare(
     problem: Problem,  # of local tensors
     groups: list[dist.ProcessGroup],  # as :func:`_groups_of`, the vocabulary's last
     asked: dict[str, Any],  # settings of this call beside the problem's
@@ -305,7 +275,7 @@ def _checksum(x: Tensor, out: Tensor | None = None) -> Tensor:
 def tell_peers_on_error(
     groups: list[dist.ProcessGroup], device: torch.device | None
 ) -> Iterator[None]:
-    """Send an error to the ranks of ``groups``, which receive it in :func:`_agree`."""
+    """Send an error to the ranks of ``groups``, which receive it in :func:`_compare`."""
     try:
         yield
     except Exception as error:
@@ -314,10 +284,10 @@ def tell_peers_on_error(
         if device is None or device.type in ("cpu", "meta"):  # where NCCL sends nothing
             device = device_for(groups[-1], torch.device("cpu"))
         nothing = torch.zeros(LENGTH - TEXT, dtype=torch.int64, device=device)
-        _meet(row(words_of(error), nothing), groups)
+        _all_gather_rows(row(words_of(error), nothing), groups)
 
 
-def _meet(mine: Tensor, groups: list[dist.ProcessGroup]) -> list[Told]:
+def _all_gather_rows(mine: Tensor, groups: list[dist.ProcessGroup]) -> list[Told]:
     """Gather what the ranks that share the vocabulary hold: one all-gather in each of ``groups``.
 
     Every rank takes part in all of them, a rank with an error too: so the error passes from one
@@ -383,7 +353,7 @@ def _layout_of(
                 f"placements={_with('Replicate()', placements)})"
             )
     local = {name: local_of(x) for name, x in problem._asdict().items()}
-    return problem.but(**local), tokens_sharded
+    return problem.replace(**local), tokens_sharded
 
 
 def _with(placement: str, placements: Sequence[object], at: int = 0) -> str:

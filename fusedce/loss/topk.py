@@ -8,18 +8,25 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.choose import resolve_backend
-from fusedce.backends.gradients import call_of
-from fusedce.backends.plan import ROW_MULTIPLE, tiles_of
-from fusedce.backends.shards import all_gather
-from fusedce.backends.torch.logit_tiles import Logits, blocks_of, tiles
-from fusedce.contract.checks import check_int
+from fusedce.backends.gradients import sizes_of
+from fusedce.backends.plan import ROW_MULTIPLE, plan_tiles
+from fusedce.backends.shards import ALL_HERE, all_gather
+from fusedce.backends.torch.logit_tiles import Logits, blocks_of, exp_, tiles
+from fusedce.contract.checks import (
+    check_int,
+    check_tokens,
+    check_unsharded,
+    flattened,
+    is_sharded,
+    tempered,
+)
 from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.labels import used_tokens
-from fusedce.contract.problem import Problem, Projection, Shard, Wanted
+from fusedce.contract.problem import Outputs, Problem, Projection, Shard
 from fusedce.contract.results import TopK
 from fusedce.loss.logprobs import fused_logprobs
-from fusedce.loss.sharded_problem import TOPK, no_labels, ready
+from fusedce.loss.sharded_problem import TOPK, agree, no_labels
 
 _WIDER = 4  # times the classes of a tile of the plan
 
@@ -76,16 +83,23 @@ def fused_topk(
         "bias": bias, "softcap": softcap, "logit_scale": logit_scale,
         "memory_budget": memory_budget, "backend": backend,
     }  # fmt: skip
-    placed = process_group, tokens_sharded, vocab_size
     inputs = (x for x in (hidden, weight, bias) if isinstance(x, Tensor))
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
-    def check(given: Problem) -> dict[str, Any]:
-        check_int("k", k)
-        return {"k": k, "differentiable": differentiable}
-
     problem = Problem(hidden, weight, no_labels(hidden), **options)
-    problem, shard, tokens = ready(problem, placed, TOPK, check, temperature)
+    shard, tokens = None, ALL_HERE
+    if is_sharded(weight, process_group):
+
+        def check(given: Problem) -> dict[str, Any]:
+            check_int("k", k)
+            return {"k": k, "differentiable": differentiable}
+
+        sharding = process_group, tokens_sharded, vocab_size
+        problem, shard, tokens = agree(problem, sharding, TOPK, check, temperature)
+    else:
+        check_unsharded(tokens_sharded, vocab_size)
+        problem = flattened(check_tokens(tempered(problem, temperature)))
+        check_int("k", k)
     V = problem.weight.shape[0] if shard is None else shard.V
     if not 1 <= k <= V:
         raise ValueError(f"k must be in [1, V] with V={V} (from weight), got {k}")
@@ -109,10 +123,10 @@ def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor
     at = torch.full_like(top, V if shard is None else shard.V, dtype=torch.int64)
     lses = torch.full_like(top[:, :1], -torch.inf, dtype=torch.float64)
     rows = used_tokens(problem, max(V, 1))[0].nonzero()[:, 0]
-    call = call_of(problem, Wanted(), len(rows))
+    call = sizes_of(problem, Outputs(), len(rows))
     # a tile's rows, the largest of them, and what is compared with them
     call = call._replace(V=max(V, 1), copies=call.copies + 3)
-    way = tiles_of(call, memory_budget=problem.memory_budget)
+    way = plan_tiles(call, memory_budget=problem.memory_budget)
     tokens, step = way.tokens, way.classes
     if problem.memory_budget is None and tokens >= _WIDER * ROW_MULTIPLE:
         # As many logits, of fewer tokens: a wide row has no more candidates than a narrow one.
@@ -121,12 +135,12 @@ def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor
         h = logits.operand(problem.hidden[block])
         best, classes, lse = top[block][:, :0], at[block][:, :0], lses[block]
         for begin, end in tiles(V, step):
-            z = logits.tile(h, begin, end).t().contiguous()  # (R, v)
+            z = logits.tile_by_rows(h, begin, end)  # (R, v)
             if problem.temperature is not None:
                 z.div_(problem.temperature[block, None])
             values, found = _largest(z, min(k, end - begin))
             most = values[:, :1].clamp(min=torch.finfo(z.dtype).min)  # -inf - -inf is NaN
-            sums = z.sub_(most).exp_().sum(1, keepdim=True, dtype=torch.float64)
+            sums = exp_(z.sub_(most)).sum(1, keepdim=True, dtype=torch.float64)
             lse = torch.logaddexp(lse, most + sums.log())
             best, classes = torch.cat([best, values], 1), torch.cat([classes, found + begin], 1)
             best, order = best.sort(dim=1, descending=True, stable=True)

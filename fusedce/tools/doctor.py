@@ -13,6 +13,7 @@ from torch.utils import collect_env
 
 import fusedce
 from fusedce.backends.choose import INTERPRETED, TRITON_INSTALLED, default_backend, why_not_triton
+from fusedce.backends.fallback import refused
 from fusedce.backends.torch.products import bf16_gemm
 from fusedce.contract.checks import DTYPES
 from fusedce.contract.results import LossSum
@@ -38,8 +39,8 @@ def report() -> dict[str, Any]:
         {
             "device": str(device),
             "name": device_name(device),
-            "backends": _backend_lines(device),
             "checks": [_check(device, dtype) for dtype in TOLERANCE],
+            "backends": _backend_lines(device),  # after the checks, which launch kernels
         }
         for device in (torch.device("cpu"), *(torch.device(accelerator.type, i) for i in found))
     ]
@@ -122,7 +123,9 @@ def _backend_lines(device: torch.device) -> list[str]:
             backend = default_backend(device, dtype)
         except RuntimeError as error:
             backend, reason = "no", str(error)
-        if backend == "triton":
+        if backend == "triton" and (unable := refused(device)):
+            backend, why = "torch", f"the Triton kernels do not run here: {unable}"
+        elif backend == "triton":
             why = "hidden sizes that are no multiple of 16 go to torch"
         else:
             why = f"not Triton: {reason}" if reason else "Triton on request, backend='triton'"

@@ -8,22 +8,31 @@ class needs torch.
 from __future__ import annotations
 
 import textwrap
-from typing import Any
+from typing import Any, NamedTuple
 
-from fusedce.backends.plan import EXP_GEMM_H, Call, device_budget, least_bytes, way_of
+from fusedce.backends.plan import EXP_GEMM_H, Call, choose_plan, device_budget, least_bytes
 from fusedce.tools import pairs, size
 from fusedce.tools.model_sizes import UserError, sizes
 
 GiB = 2**30
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-Device = tuple[int, int]  # bytes; classes of a block where one GEMM makes the exponentials, or 0
-DEVICES: dict[str, Device] = {
-    "A100": (80 * GiB, 0),
-    "H100": (80 * GiB, 256),
-    "H200": (139 * GiB, 256),
-    "B200": (180 * GiB, 256),
-    "MI300X": (192 * GiB, 0),
-    "RTX 4090": (24 * GiB, 0),
+
+
+class Device(NamedTuple):
+    """What of a device decides the memory of a loss."""
+
+    memory: int  # bytes
+    gemm_block: int = 0  # classes of a block where one GEMM makes the exponentials
+    gemm_up_to: int = 2**31  # largest H for which one does
+
+
+DEVICES = {
+    "A100": Device(80 * GiB),
+    "H100": Device(80 * GiB, 256),
+    "H200": Device(139 * GiB, 256),
+    "B200": Device(180 * GiB, 256, EXP_GEMM_H),
+    "MI300X": Device(192 * GiB),
+    "RTX 4090": Device(24 * GiB),
 }
 
 
@@ -45,7 +54,7 @@ def plan(
         raise UserError(f"device must be cpu or one of {', '.join(DEVICES)}, got {device!r}")
     (H, V), b = sizes(model), BYTES[dtype]
     asked = call(tokens, H, V, b, DEVICES.get(device))
-    ours, logits = way_of(asked), b * tokens * V
+    ours, logits = choose_plan(asked), b * tokens * V
     return {
         "model": {"name": model, "H": H, "V": V},
         "tokens": tokens,
@@ -72,9 +81,8 @@ def call(N: int, H: int, V: int, b: int, device: Device | None) -> Call:
     """
     if device is None:
         return Call(N, N, V, H, b, 4, on_cpu=True, triton=False, budget=device_budget(None))
-    memory, block = device
-    gemm_block = block if H <= EXP_GEMM_H else 0
-    return Call(N, N, V, H, b, b, budget=device_budget(memory), gemm_block=gemm_block)
+    block = device.gemm_block if device.gemm_up_to >= H else 0
+    return Call(N, N, V, H, b, b, budget=device_budget(device.memory), gemm_block=block)
 
 
 def text(found: dict[str, Any]) -> str:

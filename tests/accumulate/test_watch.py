@@ -558,18 +558,3 @@ def test_at_most_ten_tensor_operations_for_a_micro_batch(streaming):
     more = operations(streaming, 40) - operations(streaming, 8)
     plain = operations(None, 40) - operations(None, 8)
     assert 0 < (more - plain) / 32 <= 10
-
-
-@pytest.mark.parametrize("given", ["module", "none"])
-def test_the_time_of_watching_and_finish_grows_with_the_parameters_alone(given):
-    """Operators that finish and a micro-batch need beside the loss do not grow at all."""
-
-    def calls(n):
-        model = nn.ParameterList([torch.zeros(1) for _ in range(n)])
-        acc = LossAccumulator(model if given == "module" else None)
-        with Calls() as seen:
-            acc.backward((torch.cat([*model]).sum(), torch.tensor(1)))
-            acc.finish(*([] if given == "module" else [model.parameters()]))
-        return len(seen.seen)
-
-    assert calls(40) - calls(20) <= 3 * 20  # those of the loss, its backward and foreach

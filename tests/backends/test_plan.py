@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedce.backends import plan
-from fusedce.backends.gradients import Gradients, of_inputs
+from fusedce.backends.gradients import Gradients, input_dtypes
 from fusedce.backends.plan import CHUNKS, ONE_CHUNK, TILES, Call, MiB
 from fusedce.backends.triton import archs
-from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.problem import Outputs, Problem
 
 LLAMA = Call(8192, 8192, 128256, 4096, element=2, logit=2)
 SMOLLM = Call(4096, 4096, 49152, 576, element=2, logit=4, on_cpu=True, triton=False)
@@ -21,7 +21,7 @@ def test_one_chunk_beats_several_beside_an_accumulator_until_it_is_larger():
     size = plan.chunk_size(LLAMA._replace(n=32768, N=32768))
     assert size % 128 == 0
     assert size * 128256 * 2 <= plan.DEVICE_BUDGET
-    assert plan.way_of(LLAMA, chunk_tokens=7).tokens == 7
+    assert plan.choose_plan(LLAMA, chunk_tokens=7).tokens == 7
 
 
 def test_chunks_of_a_large_head_on_a_cpu_are_worth_adding_to_its_gradient():
@@ -49,12 +49,10 @@ def test_rows_take_bytes_in_proportion_to_their_width_and_dtype(n, H, triton, fp
     assert held(2 * H, 4) == held(H, 8) == [(name, 2 * bytes_) for name, bytes_ in held(H, 4)]
 
 
-def test_given_probabilities_are_held_beside_a_chunk_and_a_teachers_hidden_states_are():
-    """The Triton backend reads whole rows of them."""
+def test_a_teachers_hidden_states_are_held_beside_a_chunk():
     call = Call(100, 100, 5000, 64, element=4, logit=4, triton=True)
-    given, taught = plan.way_of(call.beside(None)), plan.way_of(call.beside(48))
-    assert given.held["probabilities of a chunk"] == given.tokens * 5000 * 4
-    assert "probabilities of a chunk" not in taught.held
+    given, taught = plan.choose_plan(call.beside(None)), plan.choose_plan(call.beside(48))
+    assert "hidden states of the teacher" not in given.held
     assert taught.held["hidden states of the teacher"] == taught.tokens * 48 * 4
 
 
@@ -74,8 +72,8 @@ def test_gradients_that_are_not_wanted_are_empty_on_the_device_of_the_inputs():
     """Shapes and dtypes are those of the operators' fake implementations."""
     x = torch.empty(3, 4, device="meta")
     problem = Problem(x, torch.empty(7, 4, device="meta"), x[:, 0].long())
-    wanted = Wanted(hidden=False, weight=True, bias=False)
-    grads = Gradients(problem, wanted, dtypes=of_inputs(problem), chunks=1).written()
+    wanted = Outputs(hidden=False, weight=True, bias=False)
+    grads = Gradients(problem, wanted, dtypes=input_dtypes(problem), chunks=1).cast_out()
     assert [grad.device.type for grad in grads] == ["meta"] * 3
     assert [tuple(grad.shape) for grad in grads] == [(0,), (7, 4), (0,)]
 
@@ -102,12 +100,14 @@ def test_rows_of_tiles_are_equal(C, V, H):
 def test_less_memory_takes_the_next_way():
     """bf16 at (8192, 4096, 128256): all logits are 2 GiB, the accumulator as much again."""
     long = LLAMA._replace(n=32768, N=32768)
-    names = [plan.way_of(long, memory_budget=gib * 2**30 // 4).name for gib in (64, 16, 12, 8, 4)]
+    names = [
+        plan.choose_plan(long, memory_budget=gib * 2**30 // 4).name for gib in (64, 16, 12, 8, 4)
+    ]
     assert names == [ONE_CHUNK, CHUNKS, CHUNKS, TILES, TILES]
-    assert plan.way_of(LLAMA, memory_budget=3 * 2**30).name == ONE_CHUNK
-    assert plan.way_of(LLAMA, memory_budget=2**30).name == TILES
+    assert plan.choose_plan(LLAMA, memory_budget=3 * 2**30).name == ONE_CHUNK
+    assert plan.choose_plan(LLAMA, memory_budget=2**30).name == TILES
     gemma = LLAMA._replace(V=256000, H=2304)
-    assert plan.way_of(gemma, memory_budget=200 * MiB).name == TILES
+    assert plan.choose_plan(gemma, memory_budget=200 * MiB).name == TILES
 
 
 calls = st.builds(
@@ -123,7 +123,7 @@ calls = st.builds(
 @given(calls, st.floats(0, 12))
 def test_what_a_way_holds_fits_the_budget_and_more_is_never_slower(call, more):
     budget = int(plan.least_bytes(call) * 2**more)
-    way = plan.way_of(call, memory_budget=budget)
+    way = plan.choose_plan(call, memory_budget=budget)
     assert way.bytes <= budget
     assert way.tokens >= 1
     assert way.classes >= 1
@@ -132,7 +132,7 @@ def test_what_a_way_holds_fits_the_budget_and_more_is_never_slower(call, more):
         larger = -(-call.n // (chunks - 1) // step) * step
         bytes_ = plan.chunked(call, larger, way.classes).bytes
         assert bytes_ > budget or larger > plan._most_tokens(call)
-    richer = plan.way_of(call, memory_budget=2 * budget)
+    richer = plan.choose_plan(call, memory_budget=2 * budget)
     assert plan.WAYS.index(richer.name) <= plan.WAYS.index(way.name)
     if richer.name == way.name == CHUNKS:
         assert richer.tokens >= way.tokens or richer.tokens >= plan.chunk_size(call)
@@ -141,26 +141,26 @@ def test_what_a_way_holds_fits_the_budget_and_more_is_never_slower(call, more):
 @given(calls)
 def test_too_small_a_budget_says_the_least(call):
     least = plan.least_bytes(call)
-    assert plan.way_of(call, memory_budget=least).bytes <= least
+    assert plan.choose_plan(call, memory_budget=least).bytes <= least
     with pytest.raises(ValueError, match=r"memory_budget must be at least \d+ bytes") as said:
-        plan.way_of(call, memory_budget=least // 2)
+        plan.choose_plan(call, memory_budget=least // 2)
     named = int(str(said.value).split("at least ")[1].split()[0])
-    assert plan.way_of(call, memory_budget=named).bytes <= named
+    assert plan.choose_plan(call, memory_budget=named).bytes <= named
     assert least <= named
     with pytest.raises(ValueError, match="at least"):
-        plan.way_of(call, memory_budget=least - 1)
+        plan.choose_plan(call, memory_budget=least - 1)
 
 
 @given(calls, st.none() | st.integers(1, 10_000))
 def test_too_small_a_budget_for_a_divergence_says_the_least(call, teacher_H):
     """Fewer bytes make narrower tiles, with which all budgets above the least fit."""
     with pytest.raises(ValueError, match=r"memory_budget must be at least \d+ bytes") as said:
-        plan.way_of(call.beside(teacher_H), memory_budget=1)
+        plan.choose_plan(call.beside(teacher_H), memory_budget=1)
     least = int(str(said.value).split("at least ")[1].split()[0])
     for budget in (least, least + 1, least * 9 // 8, least * 3 // 2, 2 * least):
-        assert plan.way_of(call.beside(teacher_H), memory_budget=budget).bytes <= budget
+        assert plan.choose_plan(call.beside(teacher_H), memory_budget=budget).bytes <= budget
     with pytest.raises(ValueError, match=f"at least {least} bytes"):
-        plan.way_of(call.beside(teacher_H), memory_budget=least - 1)
+        plan.choose_plan(call.beside(teacher_H), memory_budget=least - 1)
 
 
 @given(calls, st.integers(1, 50_000), st.integers(24, 34))
@@ -168,14 +168,14 @@ def test_the_width_of_a_tile_is_the_same_in_every_batch(call, n, power):
     """A token's sums are cut at the same classes, whatever the batch around it."""
     widths = set()
     for some in (call, call._replace(n=n, N=n)):
-        if plan.tiles_of(some).held and 4 * plan.least_bytes(some) < 2**power:
-            widths.add(plan.tiles_of(some, memory_budget=2**power).classes)
+        if plan.plan_tiles(some).held and 4 * plan.least_bytes(some) < 2**power:
+            widths.add(plan.plan_tiles(some, memory_budget=2**power).classes)
     assert len(widths) <= 1
 
 
 @pytest.mark.parametrize("budget", [16, 64, 256])
 def test_tiles_of_a_cpu_are_worth_their_memory(budget):
     """Blocks wide enough for products of full speed, from 16 MiB on."""
-    way = plan.tiles_of(SMOLLM, memory_budget=budget * MiB)
+    way = plan.plan_tiles(SMOLLM, memory_budget=budget * MiB)
     assert way.tokens * way.classes >= 2**15
     assert way.tokens >= 128

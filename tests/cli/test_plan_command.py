@@ -22,7 +22,7 @@ def test_a_plan_reads_a_configuration(tmp_path):
 
 def test_the_planned_chunk_is_the_one_the_backend_takes(monkeypatch):
     """This holds on a CPU, where the chunk can be watched."""
-    from fusedce.backends.torch import training
+    from fusedce.backends.torch import sum_grads
 
     sizes = []
 
@@ -30,8 +30,8 @@ def test_the_planned_chunk_is_the_one_the_backend_takes(monkeypatch):
         sizes.append(original(*args, **kwargs))
         return sizes[-1]
 
-    original = training.way_of
-    monkeypatch.setattr(training, "way_of", watched)
+    original = sum_grads.choose_plan
+    monkeypatch.setattr(sum_grads, "choose_plan", watched)
     N, H, V = 3000, 8, 30000
     hidden, weight = torch.randn(N, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
     fusedce.fused_ce(hidden, weight, torch.randint(V, (N,))).mean().backward()
@@ -56,13 +56,13 @@ def test_a_plan_needs_less_than_eager_and_fits_a_terminal(device, dtype):
 
 @pytest.mark.parametrize("device", ["cpu", "H200", "A100"])
 def test_the_recommended_budget_buys_the_chunks_taken_without_one(device):
-    from fusedce.backends.plan import way_of
+    from fusedce.backends.plan import choose_plan
     from fusedce.tools import plan
 
     found = answer("plan", "4096,128256", "--tokens", "32768", "--device", device)
     asked = plan.call(32768, 4096, 128256, 2, plan.DEVICES.get(device))
-    taken = way_of(asked, memory_budget=found["recommended_budget"])
+    taken = choose_plan(asked, memory_budget=found["recommended_budget"])
     assert taken.name != "tiles"
     assert taken.tokens >= 0.95 * found["chunk_tokens"]  # budgets are met in steps of rows
-    fewer = way_of(asked, memory_budget=int(0.7 * found["recommended_budget"]))
+    fewer = choose_plan(asked, memory_budget=int(0.7 * found["recommended_budget"]))
     assert (fewer.name, fewer.tokens) < (taken.name, taken.tokens) or fewer.name == "tiles"

@@ -19,7 +19,7 @@ from support.compiled import (
 
 import fusedce
 from fusedce.backends import plan
-from fusedce.backends.triton import training, vocab_tiles
+from fusedce.backends.triton import sum_grads, vocab_tiles
 from fusedce.testing import Case, check
 
 BOTH = ("hidden", "weight")
@@ -108,8 +108,8 @@ def small_tiles(monkeypatch):
     def way(call, **asked):
         return plan.by_tiles(call, 16, 192)
 
-    monkeypatch.setattr(training, "way_of", way)
-    monkeypatch.setattr(vocab_tiles, "tiles_of", way)
+    monkeypatch.setattr(sum_grads, "choose_plan", way)
+    monkeypatch.setattr(vocab_tiles, "plan_tiles", way)
 
 
 @pytest.mark.parametrize(

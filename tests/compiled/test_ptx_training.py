@@ -19,7 +19,7 @@ from support.versions import TRITON
 import fusedce
 from fusedce.backends import triton as backend
 from fusedce.backends.triton import archs
-from fusedce.contract.problem import Problem, Task, Wanted
+from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.testing import Case, check
 
 
@@ -133,7 +133,7 @@ def test_chunks_tiles_and_the_likeliest_classes(on, chunk_tokens, gemm):
     argmax = torch.empty(40, dtype=torch.int64)
     problem = Problem(hidden, weight, labels, chunk_tokens=chunk_tokens,
                       expected_upstream=torch.ones(()))  # fmt: skip
-    found = backend.loss_and_grads(Task(problem, Wanted(hidden=True, weight=True)), argmax)
+    found = backend.loss_and_grads(Task(problem, Outputs(hidden=True, weight=True)), argmax)
     x = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
     exact = fusedce.reference_ce(*x, labels).loss_sum
     torch.testing.assert_close(found.loss.double(), exact, rtol=STATISTIC, atol=0)
@@ -160,7 +160,9 @@ def test_rows_whose_blocks_have_references_of_their_own(on, dtype, above):
     bias[520:525] = above - 3
     labels %= 256
     problem = Problem(hidden, weight, labels, bias=bias, expected_upstream=torch.ones(()))
-    found = backend.loss_and_grads(Task(problem, Wanted(hidden=True, weight=True, bias=True)), None)
+    found = backend.loss_and_grads(
+        Task(problem, Outputs(hidden=True, weight=True, bias=True)), None
+    )
     x = [t.double().requires_grad_() for t in (hidden, weight, bias)]
     exact = torch.autograd.grad(fusedce.reference_ce(*x[:2], labels, bias=x[2]).loss_sum, x)
     for ours, theirs in zip(found[3:], exact, strict=True):
@@ -176,7 +178,7 @@ def test_gradients_depend_neither_on_the_order_of_ctas_nor_on_when_copies_land(o
     problem = Problem(hidden, weight, labels, expected_upstream=torch.ones(()))
 
     def gradients():
-        return tuple(backend.loss_and_grads(Task(problem, Wanted(hidden=True, weight=True)), None))
+        return tuple(backend.loss_and_grads(Task(problem, Outputs(hidden=True, weight=True)), None))
 
     assert_same_bits_in_every_order(gpu, gradients)
 
@@ -185,7 +187,9 @@ def test_a_bad_label_poisons_its_row_alone(on):
     on("sm_90")
     hidden, weight, labels, _ = case(12, 64, 300).tensors()
     labels[5] = 300
-    found = backend.loss_and_grads(Task(Problem(hidden, weight, labels), Wanted(hidden=True)), None)
+    found = backend.loss_and_grads(
+        Task(Problem(hidden, weight, labels), Outputs(hidden=True)), None
+    )
     assert found.loss.isnan()
     assert found.d_hidden.isnan().any(1).nonzero().tolist() == [[5]]
 

@@ -222,6 +222,28 @@ def test_epoch_end():
     assert carried[-1]["loss"] < carried[0]["loss"]
 
 
+def test_multi_token_prediction():
+    """Beside one batch of each step in float64, whose two means are added."""
+    script = example("mtp")
+    history = script.train()
+    torch.manual_seed(0)
+    model = script.Model().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step, found in enumerate(history):
+        window = script.batches()[4 * (step % 2) :][:4]
+        outs = [model(ids) for ids in window]
+        main, next2 = (sum(out[name] for out in outs) for name in ("main", "next2"))
+        assert found["main/n_tokens"] == main.n_valid
+        assert found["next2/n_tokens"] == next2.n_valid == main.n_valid - 2 * len(window)
+        loss = main.mean() + 0.3 * next2.mean()
+        assert found["loss"] == pytest.approx(loss.item(), rel=SAME_MODEL)
+        assert found["main/loss"] == pytest.approx(main.mean().item(), rel=SAME_MODEL)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert history[-1]["loss"] < history[0]["loss"]
+
+
 def test_policy_gradient():
     rewards, history = example("policy_gradient").train()
     assert sum(rewards[-6:]) / 6 > 10 * max(sum(rewards[:6]) / 6, 0.003)

@@ -83,6 +83,58 @@ def test_many_gradients_at_once_are_refused_in_words(loss):
             torch.autograd.grad(value, of, torch.ones(2), is_grads_batched=True, retain_graph=True)
 
 
+# ---- functions whose value and gradient come from different places ----------------------------
+
+
+def takes_from(value, gradient):
+    """``value``, whose gradient goes to ``gradient``."""
+
+    class Takes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value, gradient):
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return None, g
+
+    return Takes.apply(value, gradient)
+
+
+def times_three(g):
+    with torch.enable_grad():
+        leaf = torch.zeros(g.shape, requires_grad=True)
+        torch.autograd.backward([leaf * 3], [g])
+    return leaf.grad
+
+
+ORDER = torch.arange(6, -1, -1)
+STRAIGHT = {
+    "factor": lambda z: takes_from(z * 2, z * 3),
+    "detached": lambda z: takes_from((z * 2).detach(), z * 3),
+    "nothing": lambda z: takes_from(z * 2, z),
+    "slice": lambda z: takes_from(z[:, :6], z[:, 1:]),
+    "order": lambda z: takes_from(z[:, ORDER], z[:, ORDER.flip(0)]),
+    "a graph inside": lambda z: function(lambda t: t * 2, times_three)(z),
+    "a graph inside, of a view": lambda z: function(lambda t: t.view_as(t), times_three)(z),
+}
+
+
+@pytest.mark.parametrize("name", STRAIGHT)
+@same
+def test_a_straight_through_function_of_equal_length(m, x, y, name):
+    z = STRAIGHT[name](m(x))
+    return ce(z, y[:, : z.shape[1]])
+
+
+@same
+def test_a_prehook_of_the_logits_node_reached_from_the_loss(m, x, y):
+    loss = F.cross_entropy(m(x).view(-1, V), y.view(-1))
+    node = loss.grad_fn.next_functions[0][0]
+    node.register_prehook(lambda grads: tuple(g * 3 for g in grads))
+    return loss
+
+
 @same
 def test_a_leaf_among_the_parts_gets_its_gradient(m, x, y):
     hidden = m[0](x)

@@ -69,6 +69,22 @@ def test_what_is_no_model():
         replace_loss_head(nn.ReLU())
 
 
+def test_a_kept_input_of_the_head_is_a_plain_tensor(tmp_path):
+    """Hooks of the head and of a layer inside it keep what they are given."""
+    inside = nn.Dropout()
+    model, kept = model_of(nn.Sequential(nn.Identity(), inside, nn.Linear(H, V))), []
+    replace_loss_head(model, head=model[1])
+    for module in (model[1], inside):
+        module.register_forward_hook(lambda m, args, out: kept.extend(args))
+    ce(model(tokens(3, 7)), tokens(3, 7)).backward()
+    assert len(kept) == 2
+    for x in kept:
+        assert type(x) is torch.Tensor
+        torch.save(x.detach(), tmp_path / "x")
+        assert torch.equal(torch.load(tmp_path / "x"), x)
+        torch.compile(lambda t: t * 2, backend="eager", fullgraph=True)(x)
+
+
 def test_an_input_of_another_width_raises_where_the_untouched_head_does():
     head = replace_loss_head(plain_model())[1]
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -186,6 +202,13 @@ class Multiplied(nn.Linear):
         return x @ self.weight.T
 
 
+class Keywords(nn.Linear):
+    """As adapters of PEFT that change the weight."""
+
+    def forward(self, x):
+        return F.linear(input=x, weight=self.weight * 2, bias=self.bias)
+
+
 class LoRA(nn.Module):
     """As litgpt's, whose second product is no ``F.linear``."""
 
@@ -204,6 +227,7 @@ HEADS = {
     "scaled in training": lambda: ScaledInTraining(H, V),
     "normalised": lambda: Normalised(H, V, bias=False),
     "a product by matmul": lambda: Multiplied(H, V, bias=False),
+    "arguments by keyword": lambda: Keywords(H, V),
     "a product of LoRA": LoRA,
     "spectral norm": lambda: PARAMETRIZE.spectral_norm(nn.Linear(H, V, bias=False)),
     "weight norm": lambda: PARAMETRIZE.weight_norm(nn.Linear(H, V, bias=False)),

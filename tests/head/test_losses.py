@@ -49,6 +49,8 @@ LOSSES = {
     "class weight": lambda z, y: rows(
         z.float(), y, weight=torch.linspace(0, 1, V), label_smoothing=0.2
     ),
+    "one token": lambda z, y: F.cross_entropy(z[0, 0], y[0, 0], label_smoothing=0.1),
+    "mask of bytes": lambda z, y: F.cross_entropy(z[(y > 10).byte()], y[(y > 10).byte()]),
     "chunk": lambda z, y: sum(map(ce, z.chunk(2), y.chunk(2))),
     "split": lambda z, y: sum(map(ce, z.split([3, 4], 1), y.split([3, 4], 1))),
     "tensor_split": lambda z, y: ce(z.tensor_split(3, dim=1)[1], y.tensor_split(3, dim=1)[1]),
@@ -192,3 +194,53 @@ def test_what_a_model_is_told_to_divide_by_is_known_when_gradients_are_made(item
     assert ratios == pytest.approx([1.0, 1.0], rel=SAME_SUMS)
     restore_loss_head(model)
     assert not model._forward_pre_hooks
+
+
+# ---- real logits ----------------------------------------------------------------------------
+
+
+REAL = {
+    "float8": lambda h, head, y: ce(head(h * 9).to(torch.float8_e4m3fn).float(), y),
+    "logits of one position added": lambda h, head, y: ce(head(h) + head(h[:, :1]), y),
+    "a row added to its sequence": lambda h, head, y: ce(head(h)[:, -1:] + head(h), y),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_loss_that_the_rules_do_not_cover_takes_real_logits(name, grad):
+    y, results = tokens(3, 7, seed=1), []
+    for model in (plain_model(), replace_loss_head(plain_model())):
+        with torch.set_grad_enabled(grad):
+            loss = REAL[name](model[0](tokens(3, 7)), model[1], y)
+        if grad:
+            loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters() if grad)])
+    same_model(results[1], results[0])
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_head_of_one_hidden_state(grad):
+    for loss in (lambda z: F.cross_entropy(z, torch.tensor(3)), lambda z: z.logsumexp(-1)):
+        results = []
+        for model in (plain_model(True), replace_loss_head(plain_model(True))):
+            with torch.set_grad_enabled(grad):
+                value = loss(model(torch.tensor(5)))
+            if grad:
+                value.backward()
+            results.append([value.detach(), *(p.grad for p in model.parameters() if grad)])
+        same_model(results[1], results[0])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_class_weights_in_bfloat16_of_logits_whose_gradient_is_read(autocast):
+    found = []
+    for model in (plain_model(), replace_loss_head(plain_model())):
+        model = model if autocast else model.bfloat16()
+        weight = torch.linspace(0.1, 1, V).bfloat16()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            z = model(tokens(3, 7))
+            z.register_hook(lambda g: g * 2)
+            rows(z, tokens(3, 7, seed=1), weight=weight).backward()
+        found.append(model[1].weight.grad.float())
+    assert (found[1] - found[0]).norm() <= 2 * 2**-7 * found[0].norm()  # both are rounded

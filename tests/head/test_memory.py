@@ -6,12 +6,12 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from support.attacks import both
+from support.attacks import both, same
 from support.heads import H, V, ce, plain_model, tokens
 
 from fusedce import replace_loss_head
+from fusedce.head.gradient import LazyGradient
 from fusedce.head.lazy import LazyLogits
-from fusedce.head.loss import Passenger
 from fusedce.measure import peak_extra_bytes
 
 
@@ -49,11 +49,30 @@ def test_kept_detached_logits_hold_no_graph():
     finally:
         gc.enable()
     assert not loss.requires_grad
-    assert kept.expr.products[0].given[0].nbytes < kept.nbytes
+    assert next(iter(kept.expr.steps)).given[0].nbytes < kept.nbytes
 
 
 def test_a_tied_head_has_two_gradients_at_a_time_as_in_torch():
     assert peak_extra_bytes("support.memory:tied", {}) <= 80 << 20
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_a_loss_in_pieces_holds_two_gradients_of_the_weight_at_a_time(calls):
+    assert peak_extra_bytes("support.memory:pieces", {"count": 16, "calls": calls}) <= 80 << 20
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 7])
+@pytest.mark.parametrize("twice", [False, True])
+@same
+def test_pieces_add_up(m, x, y, pieces, twice):
+    """Some compute their gradients in backward, with the factors that arrive there."""
+    parts = zip(m(x).chunk(pieces, 1), y.chunk(pieces, 1), strict=True)
+    losses = [ce(z, labels) * (i + 1) for i, (z, labels) in enumerate(parts)]
+    losses += [F.cross_entropy(m(x)[0], y[0], reduction="none")[2:].square().sum()]
+    loss = sum(losses)
+    if twice:
+        loss.backward(retain_graph=True)
+    return loss
 
 
 def test_the_same_cast_twice_makes_logits_once():
@@ -101,4 +120,4 @@ def test_a_step_leaves_nothing_for_the_garbage_collector(name):
 
 
 def lazy_tensors():
-    return {id(x) for x in gc.get_objects() if type(x) in (LazyLogits, Passenger)}
+    return {id(x) for x in gc.get_objects() if type(x) in (LazyLogits, LazyGradient)}

@@ -14,7 +14,7 @@ from support.tiny_trainer import V, llama
 
 from fusedce import head_report, replace_loss_head, restore_loss_head
 from fusedce.backends import plan
-from fusedce.backends.torch import training
+from fusedce.backends.torch import sum_grads
 
 WITHOUT_GRAD = [mode for mode in MODES if mode != "grad"]
 CLASSES = [
@@ -130,9 +130,9 @@ def test_a_memory_budget_is_that_of_the_loss_and_of_heads_that_come_later(monkey
     def watched(call, **options):
         if options["memory_budget"] is not None:
             asked.append(options["memory_budget"])
-        return plan.way_of(call, **options)
+        return plan.choose_plan(call, **options)
 
-    monkeypatch.setattr(training, "way_of", watched)
+    monkeypatch.setattr(sum_grads, "choose_plan", watched)
     model = replace_loss_head(llama(), memory_budget=2**26)
     run(model).backward()
     model.resize_token_embeddings(V + 7)

@@ -3,6 +3,7 @@
 import functools
 from unittest import mock
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from support.tiny_trainer import V, llama
 from support.versions import FSDP2_MEAN, marked
 
 from fusedce import replace_loss_head
-from fusedce.head.product import Product
+from fusedce.head.linear_call import LinearCall
 
 
 def rows(rank=None):
@@ -41,6 +42,25 @@ def fsdp(rank, units, tied=False, **kwargs):
         fully_shard(sharded.get_submodule(name), **kwargs)
     fully_shard(sharded, **kwargs)
     return two_steps(replace_loss_head(sharded), rank)
+
+
+def fsdp_peft(rank, **settings):
+    """The head, with what PEFT has put around it, as a unit of its own."""
+    from torch.distributed.fsdp import fully_shard
+
+    sharded = peft_llama(**settings)
+    fully_shard(sharded.get_output_embeddings())
+    return two_steps(replace_loss_head(fully_shard(sharded)), rank)
+
+
+def peft_llama(**settings):
+    torch.manual_seed(0)
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=3, **settings))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.3)
+    return model
 
 
 def hsdp(rank):
@@ -99,6 +119,10 @@ def two_steps(wrapped, rank, outside=False):
     return losses, parameters
 
 
+PEFT = {
+    "lora": {"target_modules": ["lm_head"]},
+    "saved": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
 CASES = {
     "ddp": ddp,
     "ddp, unused": functools.partial(ddp, find_unused_parameters=True),
@@ -115,6 +139,10 @@ CASES = {
     "fsdp, unit, resharding": functools.partial(
         fsdp, units=["lm_head"], reshard_after_forward=True
     ),
+    **{
+        f"fsdp, peft, {name}": functools.partial(fsdp_peft, **settings)
+        for name, settings in PEFT.items()
+    },
     "fsdp, tied": functools.partial(fsdp, units=[], tied=True),
 }
 REFUSED = {original: functools.partial(fsdp1, unit=True, original_parameters=original)
@@ -122,7 +150,8 @@ REFUSED = {original: functools.partial(fsdp1, unit=True, original_parameters=ori
 
 
 def without_logits(case, rank):
-    with mock.patch.object(Product, "logits", side_effect=AssertionError("logits were computed")):
+    error = AssertionError("logits were computed")
+    with mock.patch.object(LinearCall, "materialize", side_effect=error):
         return case(rank)
 
 
@@ -134,7 +163,9 @@ found_of = {
 
 @pytest.mark.parametrize("name", marked([*CASES, "fsdp, copies"], FSDP2_MEAN, "fsdp,"))
 def test_equals_one_process(name):
-    expected = two_steps(llama(tie_word_embeddings="tied" in name), None)
+    settings = PEFT.get(name.removeprefix("fsdp, peft, "))
+    model = peft_llama(**settings) if settings else llama(tie_word_embeddings="tied" in name)
+    expected = two_steps(model, None)
     for losses, parameters in found_of[4 if "copies" in name else 2](name):
         torch.testing.assert_close(losses, expected[0], rtol=STATISTIC, atol=0)
         same = {k: v for k, v in expected[1].items() if k in parameters}
@@ -173,6 +204,7 @@ def is_right(z):
     with torch.no_grad():
         expected = llama()(input_ids=rows()["input_ids"]).logits
     torch.testing.assert_close(z.detach() + 0, expected)
+    return expected
 
 
 on_two_ranks = ranks.together()
@@ -182,14 +214,32 @@ on_two_ranks = ranks.together()
 @on_two_ranks
 def test_a_look_alone_at_a_head_of_its_own_unit(rank):
     sharded = fsdp_of(["lm_head"])
+    with torch.no_grad():
+        z = sharded(**rows()).logits
+    assert_alone(rank, lambda: is_right(z))
+    out = sharded(**rows())
+    assert_alone(rank, lambda: is_right(out.logits))
+    out.loss.backward()
+    assert_alone(rank, lambda: is_right(out.logits))
+    sharded = fsdp_of([])
+    sharded.set_reshard_after_forward(True)
     z = sharded(**rows()).logits
     assert_alone(rank, lambda: z.argmax(-1), "set_reshard_after_forward(False)")
-    sharded.lm_head.unshard()
+    sharded.unshard()
     assert_alone(rank, lambda: is_right(z))
+
+
+@pytest.mark.slow
+@on_two_ranks
+def test_a_head_of_its_own_unit_runs_with_the_weight_of_now(rank):
+    """Averaged weights are swapped in between evaluations, while logits of the last one live on."""
     sharded = fsdp_of(["lm_head"])
-    sharded.lm_head.set_reshard_after_forward(False)
-    z = sharded(**rows()).logits
-    assert_alone(rank, lambda: is_right(z))
+    with torch.no_grad():
+        before = sharded(**rows())
+        sharded.lm_head.weight.to_local().mul_(2)
+        after = sharded(**rows())
+        assert after.loss != before.loss
+        torch.testing.assert_close(after.logits + 0, 2 * is_right(before.logits))
 
 
 @pytest.mark.slow
@@ -201,7 +251,7 @@ def test_a_look_alone_after_backward(rank):
     late = sharded(**rows())
     late.loss.backward()
     torch.optim.SGD(sharded.parameters(), 0.0).step()
-    assert_alone(rank, lambda: late.logits.argmax(-1), "has changed")
+    assert_alone(rank, lambda: late.logits.argmax(-1), "FSDP2 has sharded the weight")
 
 
 @pytest.mark.slow

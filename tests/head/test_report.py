@@ -42,6 +42,31 @@ def test_a_report_says_why_the_original_head_runs():
     assert "a transform of torch.func runs it" in note or "its input is not" in note
 
 
+def test_a_report_of_nothing_says_that_nothing_ran():
+    model, x, y = plain_model(), tokens(3, 7), tokens(3, 7, seed=1)
+    replace_loss_head(model)
+    assert "the head has not run since it was replaced" in str(head_report(model))
+    z = model(x)
+    assert "nothing has used its logits" in str(head_report(model))
+    ce(z, y)
+    assert "nothing" not in str(head_report(model))
+
+
+def test_logits_that_the_heads_own_code_makes_are_counted():
+    """As those of a float8 head."""
+
+    class Head(torch.nn.Linear):
+        def forward(self, x):
+            return (x.unsqueeze(-2) * self.weight).sum(-1)
+
+    model = torch.nn.Sequential(torch.nn.Embedding(V, 16), Head(16, V))
+    replace_loss_head(model)
+    ce(model(tokens(3, 7)), tokens(3, 7))
+    report = head_report(model)
+    assert (report.losses_fused, report.logits_made) == (0, 1)
+    assert "no product with a weight of the head" in str(report)
+
+
 def test_explain_prints_each_place_once(monkeypatch, capsys):
     monkeypatch.setenv("FUSEDCE_EXPLAIN", "1")
     model, x = replace_loss_head(plain_model()), tokens(3, 7)

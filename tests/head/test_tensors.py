@@ -137,6 +137,13 @@ def test_gradients_by_function_transforms():
     alike(gradients)
 
 
+def test_printed_logits_show_their_values():
+    real, lazy = (
+        str(m(tokens(2)).detach()) for m in (plain_model(), replace_loss_head(plain_model()))
+    )
+    assert lazy == real
+
+
 @same
 def test_hooks_of_the_head_see_the_gradient_of_the_logits(m, x, y):
     seen = []
@@ -173,6 +180,41 @@ def test_what_changes_before_a_look_is_refused(then):
     for look in (lambda: z.argmax(-1), lambda: ce(z, y)):
         with pytest.raises(RuntimeError, match=r"has changed .* since the head ran"):
             look()
+
+
+def averaged(p):
+    """As torch-ema and diffusers swap averaged weights in."""
+    p.data.copy_(p.data * 0.5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        averaged,
+        lambda p: p.data.add_(1),
+        lambda p: p.data[7].zero_(),
+        lambda p: p.data[:, 3].sub_(1),
+    ],
+)
+@pytest.mark.parametrize("of", ["weight", "bias"])
+def test_a_write_through_data_before_a_look_is_refused(change, of):
+    """No version counter moves."""
+    model, y = replace_loss_head(plain_model(bias=True)), tokens(3, 7, seed=1)
+    z = model(tokens(3, 7))
+    if of == "bias":
+        z, change = z.float(), lambda p: p.data[7].sub_(1)
+    change(getattr(model[1], of))
+    for look in (lambda: z.argmax(-1), lambda: ce(z, y)):
+        with pytest.raises(RuntimeError, match=r"fusedce.*has changed"):
+            look()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_has_not_changed(bad):
+    model, x = replace_loss_head(plain_model()), tokens(3, 7)
+    with torch.no_grad():
+        model[1].weight.fill_(bad)
+    assert not torch.isfinite(ce(model(x), x))
 
 
 @pytest.mark.parametrize(

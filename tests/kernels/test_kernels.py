@@ -17,9 +17,9 @@ from support.params import slow
 
 import fusedce
 from fusedce.backends import triton as launch
-from fusedce.backends.triton import archs, forward, training
+from fusedce.backends.triton import archs, forward, sum_grads
 from fusedce.contract.labels import bad_label_message
-from fusedce.contract.problem import Problem, Task, Wanted
+from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.testing import Case, check
 
 
@@ -44,7 +44,7 @@ def test_odd_shapes_match_the_reference(N, H, V):
 @pytest.mark.parametrize("bad", [slow(-7), 300, slow(2**31 - 1)])
 def test_bad_label_is_nan_with_a_code_on_the_device(bad, monkeypatch):
     """A bad label on a GPU gives NaN and its code, without an assert or a read out of bounds."""
-    for module in (forward, training):
+    for module in (forward, sum_grads):
         monkeypatch.setattr(module, "raise_on_cpu", lambda *args: None)
     hidden, weight, labels, _ = Case((70,), 24, 300).tensors()
     labels[41] = labels[60] = bad
@@ -54,7 +54,7 @@ def test_bad_label_is_nan_with_a_code_on_the_device(bad, monkeypatch):
     beyond = " or beyond" if bad == 2**31 - 1 else ""  # the largest that the code can tell
     message = bad_label_message(int(n_valid))
     assert f"got {bad}{beyond} at flattened position 41" in message
-    summed = launch.loss_and_grads(Task(problem, Wanted(hidden=True, weight=True)), None)
+    summed = launch.loss_and_grads(Task(problem, Outputs(hidden=True, weight=True)), None)
     loss_sum, n_valid, d_hidden = summed.loss, summed.n_valid, summed.d_hidden
     assert loss_sum.isnan()
     assert n_valid < 0

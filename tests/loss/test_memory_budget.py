@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fusedce
 from fusedce import fused_ce, fused_cross_entropy, fused_kl_tokens, fused_logprobs
 from fusedce.backends import plan
-from fusedce.backends.torch import products, stats_and_grads, training
-from fusedce.backends.triton import training as triton_training
+from fusedce.backends.torch import products, stats_and_grads, sum_grads
+from fusedce.backends.triton import sum_grads as triton_sum_grads
 from fusedce.backends.triton import vocab_tiles
 from fusedce.loss.cross_entropy import FusedLinearCrossEntropyLoss
 from fusedce.measure import peak_extra_bytes
@@ -38,12 +38,12 @@ def taken(monkeypatch):
     names = []
 
     def watched(*args, **kwargs):
-        names.append(plan.way_of(*args, **kwargs).name)
-        return plan.way_of(*args, **kwargs)
+        names.append(plan.choose_plan(*args, **kwargs).name)
+        return plan.choose_plan(*args, **kwargs)
 
     monkeypatch.setattr(plan, "SCRATCH_CPU", 0)
-    for module in (training, triton_training):
-        monkeypatch.setattr(module, "way_of", watched)
+    for module in (sum_grads, triton_sum_grads):
+        monkeypatch.setattr(module, "choose_plan", watched)
     return names
 
 
@@ -53,10 +53,10 @@ def tiles_alone(monkeypatch, R, T):
     def way(call, **asked):
         return plan.by_tiles(call, R, T)
 
-    for module in (training, triton_training):
-        monkeypatch.setattr(module, "way_of", way)
+    for module in (sum_grads, triton_sum_grads):
+        monkeypatch.setattr(module, "choose_plan", way)
     for module in (stats_and_grads, vocab_tiles):
-        monkeypatch.setattr(module, "tiles_of", way)
+        monkeypatch.setattr(module, "plan_tiles", way)
 
 
 @pytest.mark.slow

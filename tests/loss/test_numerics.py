@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedce import fused_ce, reference_ce
-from fusedce.backends.gradients import call_of, waiting
-from fusedce.backends.plan import CHUNKS, ONE_CHUNK, TILES, least_bytes, way_of
-from fusedce.contract.problem import Problem, Wanted
+from fusedce.backends.gradients import saved_grad_dtypes, sizes_of
+from fusedce.backends.plan import CHUNKS, ONE_CHUNK, TILES, choose_plan, least_bytes
+from fusedce.contract.problem import Outputs, Problem
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "accuracy.md"
 BEGIN, END = "<!-- numerics -->", "<!-- end -->"
@@ -197,9 +197,11 @@ def ways(inputs: Inputs, dtype: torch.dtype, backend: str) -> Iterator[tuple[str
     """Each way to compute, chosen by the option that selects it."""
     x = inputs.cast(dtype)
     N = len(x.labels)
-    triton, wanted = backend == "triton", Wanted(hidden=True, weight=True, bias=True)
+    triton, wanted = backend == "triton", Outputs(hidden=True, weight=True, bias=True)
     problem = Problem(*x[:2], x.labels, bias=x.bias, memory_budget=0, **x.options)
-    call = call_of(problem, wanted, N, waiting(problem), logit=None if triton else 4, triton=triton)
+    call = sizes_of(
+        problem, wanted, N, saved_grad_dtypes(problem), logit=None if triton else 4, triton=triton
+    )
     options = {
         ONE_CHUNK: {"chunk_tokens": N},
         CHUNKS: {"chunk_tokens": max(N // 4, 1)},
@@ -207,7 +209,7 @@ def ways(inputs: Inputs, dtype: torch.dtype, backend: str) -> Iterator[tuple[str
         TILES: {"memory_budget": least_bytes(call._replace(N=N + 1))},
     }
     for way in WAYS:
-        if way_of(call, **options[way]).name == way:
+        if choose_plan(call, **options[way]).name == way:
 
             def loss(x: Inputs, chosen: dict[str, int] = options[way]) -> Tensor:
                 more = {**x.options, **chosen, "backend": backend}

@@ -9,13 +9,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from fusedce.autograd.tokens import OfShard
+from fusedce.autograd.tokens import ShardedBackend
 from fusedce.backends import shards
 from fusedce.backends.choose import get_backend
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.archs import BY_NAME
 from fusedce.contract.labels import bad_label_code, count_or_code
-from fusedce.contract.problem import Problem, Shard, Wanted
+from fusedce.contract.problem import Outputs, Problem, Shard
 
 N, H, V = 12, 8, 10
 
@@ -47,8 +47,8 @@ def test_nothing_waits_for_the_losses_of_tokens(monkeypatch):
         label_smoothing=0.1,
         backend="triton",
     )
-    shard = OfShard(get_backend("triton"), Shard("", 0, V, V // 2))
-    nll, lse, _, zmean, *_ = shard.token_stats(problem, Wanted(lse=True, zmean=True), None)
+    shard = ShardedBackend(get_backend("triton"), Shard("", 0, V, V // 2))
+    nll, lse, _, zmean, *_ = shard.token_stats(problem, Outputs(lse=True, zmean=True), None)
     assert nll.shape == lse.shape == zmean.shape == (N,)
 
 

@@ -97,6 +97,20 @@ def tied():
     return lambda: torch.nn.functional.cross_entropy(model(x), x).backward()
 
 
+def pieces(count: int, calls: bool):
+    """A loss in pieces, of logits or of ``calls`` of the head, whose weight has 32 MiB."""
+    head = replace_loss_head(torch.nn.Linear(512, V, bias=False))
+    head.weight.grad = torch.zeros(V, 512)
+    h, y = torch.randn(128, 512, requires_grad=True), torch.arange(128)
+
+    def call():
+        parts = map(head, h.chunk(count)) if calls else head(h).chunk(count)
+        losses = map(torch.nn.functional.cross_entropy, parts, y.chunk(count))
+        sum(losses).backward()
+
+    return call
+
+
 def known(kept: int, freed: int, read: str | None = None):
     """Holds ``freed`` MiB for a while, then ``kept`` MiB; reads a file through pages of its own."""
 

@@ -7,6 +7,7 @@ from support.bounds import SAME_MODEL
 from support.engines import accelerator
 from support.loops import distance
 from support.tiny_trainer import V, llama
+from transformers import LlamaForCausalLM
 
 import fusedce
 from fusedce import LossAccumulator, model_loss, replace_loss_head
@@ -69,3 +70,30 @@ def test_a_head_that_is_not_replaced_is_refused():
         model_loss(llama(), {"input_ids": torch.zeros(1, 2)})
     with pytest.raises(TypeError, match="batch must be a mapping"):
         model_loss(llama(), [1])
+
+
+class Regularised(LlamaForCausalLM):
+    """Adds a small term to the loss of its tokens, and may return it."""
+
+    size, name = 0.1, None
+
+    def forward(self, **batch):
+        out = super().forward(**batch)
+        term = self.size * self.lm_head.weight.square().mean()
+        out.loss = out.loss + term
+        if self.name is not None:
+            out[self.name] = term
+        return out
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [(None, "that it does not return"), ("aux_loss", "aux_loss")]
+)
+def test_a_term_that_is_no_sum_over_tokens_is_named(name, words):
+    model = replace_loss_head(Regularised(llama().config))
+    model.name = name
+    batch = micro_batches(0)[0]
+    with pytest.raises(ValueError, match=f"cross-entropy and .* more .*{words}.*no sum over"):
+        model_loss(model, batch)
+    model.size = 0.0
+    assert model_loss(model, batch).n_valid > 0

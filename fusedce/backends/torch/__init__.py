@@ -3,10 +3,19 @@
 from torch import Tensor
 
 from fusedce.backends.torch.divergence import divergence_and_grads
-from fusedce.backends.torch.stats_and_grads import token_grads, token_stats
-from fusedce.backends.torch.training import loss, loss_and_grads
+from fusedce.backends.torch.stats_and_grads import room_for_logits, token_grads, token_stats
+from fusedce.backends.torch.sum_grads import loss, loss_and_grads, sums_smoothing
 
-__all__ = ["divergence_and_grads", "loss", "loss_and_grads", "scale_", "token_grads", "token_stats"]
+__all__ = [
+    "divergence_and_grads",
+    "loss",
+    "loss_and_grads",
+    "room_for_logits",
+    "scale_",
+    "sums_smoothing",
+    "token_grads",
+    "token_stats",
+]
 _PART = 2**20  # elements whose float32 copy is held at a time
 
 

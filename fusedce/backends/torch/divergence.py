@@ -15,8 +15,10 @@ gets an additional term; over all classes these terms sum to 0::
     jsd       beta p log(p/m) + (1 - beta) q log(q/m)          (1 - beta) q (log(q/m) - KL(q||m))
 
 so that none is negative, and errors of a log-sum-exp, which are errors of all ``h`` at once, enter
-in second order. Near equality nothing is left of the probabilities themselves: ``h`` comes from the
-difference of two logits. "jsd" is made from ``e = expm1(-2 |h|)`` and the larger probability.
+in second order. Near equality nothing is left of the probabilities themselves: there ``h`` comes
+from the difference of two logits. Where the heads' log-sum-exps differ, logits may be far larger
+than log-probabilities, and it comes from the difference of these. "jsd" is made from
+``e = expm1(-2 |h|)`` and the larger probability.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, Summed, call_of, waiting
-from fusedce.backends.plan import Way, compared_classes, way_of
+from fusedce.backends.gradients import Gradients, Summed, saved_grad_dtypes, sizes_of
+from fusedce.backends.plan import Way, choose_plan, compared_classes
 from fusedce.backends.shards import (
     all_reduce,
     largest,
     nll_and_lse,
     of_ranks,
-    sharded_call,
+    sharded_sizes,
     sums,
 )
 from fusedce.backends.torch.logit_tiles import (
@@ -43,6 +45,7 @@ from fusedce.backends.torch.logit_tiles import (
     Sums,
     TileStats,
     chunks_of,
+    exp_,
     maxima,
     tiles,
     write_labels,
@@ -63,6 +66,13 @@ from fusedce.contract.problem import (
     Task,
 )
 
+_NEAR = 0.5
+"""Log-sum-exps of both heads no further apart than this, in nats: logits are subtracted.
+
+Their difference is exact near equality, and else rounded like the log-sum-exps' difference. Further
+apart log-probabilities are subtracted, which are small where the logits may not be.
+"""
+
 
 def divergence_and_grads(task: Task) -> Summed:
     """Each token's loss, and the wanted gradients of their sum; holds a chunk of both logits.
@@ -73,16 +83,18 @@ def divergence_and_grads(task: Task) -> Summed:
     assert divergence is not None
     used, n_valid = used_tokens(problem, None if shard is None else shard.V)
     rows = used.nonzero()[:, 0]
-    call = call_of(problem, wanted, len(rows), waiting(problem))
+    call = sizes_of(problem, wanted, len(rows), saved_grad_dtypes(problem))
     if shard is not None:
-        call = sharded_call(problem, shard, len(rows))
+        call = sharded_sizes(problem, shard, len(rows))
     hidden, device = problem.hidden, problem.hidden.device
     products = Products.of(hidden)
     acc, gemm = products.acc, products.gradients
     of_both = call.beside(divergence.teacher_size())
-    way = way_of(of_both, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget)
+    way = choose_plan(
+        of_both, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget
+    )
     parts = chunks_of(rows, way.tokens)
-    grads = Gradients(problem, wanted, dtypes=waiting(problem), chunks=len(parts))
+    grads = Gradients(problem, wanted, dtypes=saved_grad_dtypes(problem), chunks=len(parts))
     compared = (_ToTargets if divergence.kind == TARGETS else _ToTeacher)(
         problem, divergence, way, compared_classes(call, way.tokens, way.classes), shard
     )
@@ -114,10 +126,10 @@ def divergence_and_grads(task: Task) -> Summed:
             grads.hidden[chunk] = dh.mul_(of_rows).to(grads.hidden.dtype)
     if shard is not None and grads.hidden is not None:
         all_reduce(grads.hidden, shard.group)
-    return Summed(losses, n_valid, factor, *grads.written())
+    return Summed(losses, n_valid, factor, *grads.cast_out())
 
 
-def _less(z: Tensor, lse: Tensor) -> Tensor:
+def log_softmax_(z: Tensor, lse: Tensor) -> Tensor:
     """``z (v, C) - lse`` in the place of ``z``; ``lse (C,)`` float64 goes as two numbers of ``z``'s
     dtype, exact for large logits."""
     high = lse.to(z.dtype)
@@ -207,29 +219,38 @@ class _ToTeacher(_Compared):
             if stats is not None:
                 stats.add(torch.mul(of_s, divergence.temperature, out=scratch), begin)
         lse, lse_t = self.merged(of_student.lse(y), of_teacher.lse(y))
-        self.lse, self.lse_t = lse, lse_t  # (C,) float64
         of_label = None if stats is None else self.of_label(stats)
-        half_shift = ((lse_t - lse) / 2).to(dtype)
+        shift = lse_t - lse
+        far = shift.abs() > _NEAR  # (C,)
+        some_far, half_shift = bool(far.any()), (shift / 2).to(dtype)
         terms = self._jsd if divergence.kind == JSD else self._kl
         kl, mean = self._impossible(s, t, lse, lse_t), torch.zeros_like(lse)
+        total = torch.zeros_like(lse)
         for begin, of_s, of_t, half, scratch in self.small(s, t):
             slope = self.student.slope(of_s)
             of_ce = self._of_ce(of_s, y, begin, *of_label[:2]) if of_label else None
             torch.add(half_shift, torch.sub(of_s, of_t, out=half), alpha=0.5, out=half)
-            kl += terms(of_s, of_t, half, scratch)
+            log_q, log_p = log_softmax_(of_s, lse), log_softmax_(of_t, lse_t)  # in of_s and of_t
+            if some_far:
+                apart = torch.sub(log_q, log_p, out=scratch).div_(2)
+                torch.where(far, apart, half, out=half)
+            kl += terms(log_q, log_p, half, scratch)
             written = [of_s]
             if divergence.kind != FORWARD:
                 written.append(of_t)
                 mean += of_t.sum(0)
+                total += of_s.sum(0)
             if of_ce is not None:
                 written[-1].add_(of_ce)
             if slope is not None:
                 for x in written:
                     x.mul_(slope)
         if shard is not None:
-            kl, mean = sums([kl, mean], shard)
+            kl, *more = sums([kl] if divergence.kind == FORWARD else [kl, mean, total], shard)
+            mean, total = more or (mean, total)
         if divergence.kind != FORWARD:
-            torch.addcmul(t, s, mean.to(dtype), value=-1, out=s)
+            # Probabilities are rounded, and so their sum is not quite 1: it is divided out.
+            torch.addcmul(t, s, (mean / total).to(dtype), value=-1, out=s)
         return kl + divergence.ce_weight * of_label[0] if of_label else kl, s
 
     def _impossible(self, s: Tensor, t: Tensor, lse: Tensor, lse_t: Tensor) -> Tensor:
@@ -254,19 +275,19 @@ class _ToTeacher(_Compared):
     def _of_ce(self, s: Tensor, y: Tensor, begin: int, nll: Tensor, lse: Tensor) -> Tensor:
         """``(v, C)``: gradient of the label's cross-entropy by a tile of logits."""
         temperature = self.divergence.temperature
-        g = _less(torch.mul(s, temperature), lse).exp_()
+        g = exp_(log_softmax_(torch.mul(s, temperature), lse))
         write_labels(g, y, begin, (-nll).expm1().to(g.dtype))
         return g.mul_(self.divergence.ce_weight * temperature)
 
     # The two methods below return a tile's part of the divergence, (C,) float32 or float64. Buffers
-    # are (v, C): logits s and t become the gradient and nothing ("forward"), else q and q * x,
-    # whose gradient is q * (x - sum over v of q * x). `half` holds h of the module's first lines.
-    # Each assignment names what its buffer holds from there on.
+    # are (v, C): s = log q and t = log p become the gradient and nothing ("forward"), else q and
+    # q * x, whose gradient is q * (x - sum over v of q * x). `half` holds h of the module's first
+    # lines. Each assignment names what its buffer holds from there on.
 
     def _kl(self, s: Tensor, t: Tensor, half: Tensor, scratch: Tensor) -> Tensor:
         tanh = torch.tanh(half, out=scratch)
-        q = _less(s, self.lse).exp_()  # in s
-        both = _less(t, self.lse_t).exp_().add_(q)  # p + q, in t
+        q = exp_(s)
+        both = exp_(t).add_(q)  # p + q, in t
         if self.divergence.kind == FORWARD:
             g = torch.mul(both, tanh, out=s)  # q - p, the gradient
             return torch.addcmul(g, half, torch.sub(g, both, out=both), out=both).sum(0)
@@ -277,11 +298,11 @@ class _ToTeacher(_Compared):
 
     def _jsd(self, s: Tensor, t: Tensor, half: Tensor, scratch: Tensor) -> Tensor:
         beta = self.divergence.beta
-        big = torch.maximum(_less(s, self.lse), _less(t, self.lse_t), out=s).exp_()  # in s
+        big = exp_(torch.maximum(s, t, out=s))  # in s
         d = half.mul_(-2)  # log p - log q, in half
         minus = torch.abs(d, out=t).neg_()  # -|d|, in t
         teacher = d > 0  # has the larger probability
-        ratio = torch.exp(minus, out=scratch)  # of the smaller probability to the larger one
+        ratio = exp_(scratch.copy_(minus))  # of the smaller probability to the larger one
         q = ratio.where(teacher, 1.0).mul_(big)
         of_p, of_q = d.new_tensor([beta, 1 - beta])
         weight = torch.where(teacher, of_q, of_p)  # of the smaller probability
@@ -333,7 +354,7 @@ class _ToTargets(_Compared):
             slope = self.student.slope(z)
             t = scratch.copy_(self._weighed(chunk, begin, begin + len(z), dtype).t())
             apart += torch.sub(z_label, z, out=behind).mul_(t).sum(0)
-            g = _less(z, lse).exp_().mul_(alpha).sub_(t)
+            g = exp_(log_softmax_(z, lse)).mul_(alpha).sub_(t)
             write_labels(g, y, begin, at_label)
             if slope is not None:
                 g.mul_(slope)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from fusedce.backends.plan import ROW_MULTIPLE, Way
+from fusedce.backends.plan import ROW_MULTIPLE
 from fusedce.backends.torch.products import Products
 from fusedce.contract.problem import Projection
 
@@ -18,12 +18,21 @@ HIGHEST = math.exp(40)
 NEAR = 15  # nats: logits up to this size need no reference, float32 holds their exponentials
 SAMPLE = 64  # classes that are tried for the first reference, the largest of their logits
 Rows = slice | Tensor  # rows of a matrix: a slice if they are contiguous, else their indices
+_FEW = 32  # tokens
 _ELEMENTS, _LEAST = 2**19, 256  # elements of a tile, and least classes, with fast bf16 products
 
 
-def chunks_of(rows: Tensor, size: int) -> tuple[Tensor, ...]:
+def chunks_of(rows: Tensor, size: int) -> Sequence[Tensor]:
     """``rows`` in chunks; none at all where there is no row."""
     return rows.split(size) if len(rows) else ()
+
+
+def chunks_of_rows(rows: Rows, size: int) -> Sequence[Rows]:
+    """:func:`chunks_of`, where a slice is all rows."""
+    if not isinstance(rows, slice):
+        return chunks_of(rows, size)
+    n = rows.stop
+    return (rows,) if size >= n else [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
 
 def blocks_of(rows: Tensor, size: int) -> Iterator[Rows]:
@@ -72,23 +81,38 @@ class Logits:
 
     def __init__(self, head: Projection) -> None:
         self.head, self.products = head, Products.of(head.weight)
-        self._z = self._w = head.weight.new_empty(0, dtype=head.acc)
+        self._z: Tensor | None = None
+        self._w: Tensor | None = None
         self._widened = (0, 0)  # the rows that are in `_w`
 
     def operand(self, hidden: Tensor) -> Tensor:
         """``hidden (C, H)`` as :meth:`tile` takes it."""
-        return hidden.to(self.products.logits)
+        wide = self.products.logits
+        return hidden if hidden.dtype == wide else hidden.to(wide)
 
     def tile(self, h: Tensor, begin: int, end: int, out: Tensor | None = None) -> Tensor:
         """``(v, C)`` logits of classes ``begin:end``; without ``out``, until the next tile."""
         w = self.rows(begin, end, self.products.logits)
         return self.head.finished(self._product(w, h, out), slice(begin, end))
 
-    def step(self, way: Way) -> int:
+    def tile_by_rows(self, h: Tensor, begin: int, end: int) -> Tensor:
+        """``(C, v)``: :meth:`tile` with a token's logits in a row."""
+        z = h.new_empty(len(h), end - begin, dtype=self.products.acc)
+        self.products(h, self.rows(begin, end, self.products.logits).t(), z)
+        self.head.finished(z.t(), slice(begin, end))
+        return z
+
+    def copy(self, z: Tensor, rows: Rows) -> Tensor:
+        """A copy of the columns ``rows`` of logits ``z (v, N)``, until the next tile."""
+        found = z[:, rows]
+        self._z = self._as_large_as(self._z, found.numel())
+        return self._z[: found.numel()].view(found.shape).copy_(found)
+
+    def step(self, tokens: int, classes: int) -> int:
         """Classes of a tile: those of the plan, or fewer, so that its logits stay in the cache."""
         if not self.products.exact_bf16:
-            return way.classes
-        return min(way.classes, max(_ELEMENTS // max(way.tokens, 1), _LEAST))
+            return classes
+        return min(classes, max(_ELEMENTS // max(tokens, 1), _LEAST))
 
     def of_classes(self, h: Tensor, classes: Tensor) -> Tensor:
         """``(K, C)`` logits of ``classes (K,)``; the next tile overwrites them."""
@@ -97,10 +121,12 @@ class Logits:
 
     def rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         """``(v, H)`` rows of the weight; a widened copy is valid until other rows are asked for."""
-        w = self.head.weight[begin:end]
+        w = self.head.weight
+        if end - begin < len(w):
+            w = w[begin:end]
         if w.dtype == dtype:
             return w
-        self._w = _as_large_as(self._w, w.numel())
+        self._w = self._as_large_as(self._w, w.numel())
         wide = self._w[: w.numel()].view(w.shape)
         if self._widened != (begin, end):
             wide.copy_(w)
@@ -108,17 +134,21 @@ class Logits:
         return wide
 
     def _product(self, w: Tensor, h: Tensor, out: Tensor | None) -> Tensor:
-        if self.products.by_onednn(w):
+        if self.products.logits != self.products.inputs and self.products.by_onednn(w):
             z: Tensor = torch.ops.mkldnn._linear_pointwise(w, h, None, "none", [], "")
             return z if out is None else out.copy_(z)
-        if out is None:
-            self._z = _as_large_as(self._z, len(w) * len(h))
-            out = self._z[: len(w) * len(h)].view(len(w), len(h))
-        return self.products(w, h.t(), out)
+        if out is not None:
+            return self.products(w, h.t(), out)
+        v, C = len(w), len(h)
+        self._z = self._as_large_as(self._z, v * C)
+        if C < _FEW:  # (a product of few columns takes twice the time of one of few rows)
+            return self.products(h, w.t(), self._z[: v * C].view(C, v)).t()
+        return self.products(w, h.t(), self._z[: v * C].view(v, C))
 
-
-def _as_large_as(buffer: Tensor, elements: int) -> Tensor:
-    return buffer if buffer.numel() >= elements else buffer.new_empty(elements)
+    def _as_large_as(self, buffer: Tensor | None, elements: int) -> Tensor:
+        if buffer is not None and buffer.numel() >= elements:
+            return buffer
+        return self.head.weight.new_empty(elements, dtype=self.products.acc)
 
 
 class Sums:
@@ -129,8 +159,15 @@ class Sums:
         self.sums: list[Tensor] = []
 
     def add(self, z: Tensor, k: Tensor, out: Tensor) -> bool:
-        """Write ``exp(z - k)`` of a tile ``z (v, C)`` to ``out``; False if a sum is too large."""
-        sums = torch.exp(torch.sub(z, k, out=out) if k.any() else z, out=out).sum(0)
+        """Write ``exp(z - k)`` of a tile ``z (v, C)`` to ``out``; False if a sum is too large.
+
+        A ``k`` of 0 needs no subtraction.
+        """
+        if k.any():
+            torch.sub(z, k, out=out)
+        elif out is not z:
+            out.copy_(z)
+        sums = exp_(out).sum(0)
         self.references.append(k)
         self.sums.append(sums)
         return not bool((sums > HIGHEST).any())
@@ -174,32 +211,35 @@ class TileStats:
     def add(self, z: Tensor, begin: int) -> bool:
         """Take in a tile ``z (v, C)``; it becomes ``exp(z - k)``, 0 at the labels, in place.
 
-        Returns whether the reference fits: if not, start again with the next one. With the entropy
-        the tile holds nothing of use.
+        Returns whether the reference fits: if not, start again with the next one. With
+        ``entropy=True`` the tile is scratch afterwards.
         """
         found, inside = write_labels(z, self.y, begin, -math.inf)
         self.z_label = torch.where(inside, found, self.z_label)
         if self._likeliest is not None:  # costs as much as three exponentials on a CPU
-            top, best = z.max(0)
+            top, best = largest(z)
             self._likeliest.append((top, best + begin))
             if self._moments is not None:
                 lowest = torch.finfo(z.dtype).min
                 # Differences of -inf have an exponential of 0; 0 * inf is NaN.
                 below = z.sub_(top.clamp_(min=lowest)).clamp_(min=lowest)
-                e = below.exp().scatter_(0, best[None], 0)
+                e = exp_(below.clone()).scatter_(0, best[None], 0)
                 R = e.sum(0)
                 self._moments.append((R, e.mul_(below).sum(0).neg_()))
                 self._sums.references.append(top)
                 self._sums.sums.append(R + 1)
                 return True
-        return self._sums.add(z, maxima(z) if self.k is None else self.k, z)
+        if self.k is not None:
+            return self._sums.add(z, self.k, z)
+        k = maxima(z)
+        self._sums.references.append(k)
+        self._sums.sums.append(exp_(z.sub_(k)).sum(0))
+        return True
 
     def losses(self) -> Tensor:
         """``(C,)`` float64: ``log(1 + exp(L - z_label))``, NaN where no tile held the label."""
-        z_label = self.z_label.double()
-        gap = self.others() - z_label
-        nll = torch.logaddexp(gap, torch.zeros_like(gap))
-        return nll.masked_fill_(z_label == math.inf, math.nan)  # the log-probability is inf - inf
+        nll = nll_of(self.others(), self.z_label)
+        return nll.masked_fill_(self.z_label == math.inf, math.nan)  # inf - inf
 
     def lse(self) -> Tensor:
         """``(C,)`` float64: the log-sum-exp of all logits."""
@@ -233,6 +273,64 @@ class TileStats:
     def others(self) -> Tensor:
         """``L``: the log-sum-exp of the logits but the label's."""
         return self._sums.lse(self.y)
+
+
+def nll_of(others: Tensor, z_label: Tensor) -> Tensor:
+    """``(C,)`` float64: ``log(1 + exp(others - z_label))``, of float64 and of any float."""
+    gap = others - z_label
+    # Beyond the threshold the result is the gap: exp(-40) is below float64's rounding of 40.
+    return torch.nn.functional.softplus(gap, threshold=40)
+
+
+def take_labels(z: Tensor, y: Tensor) -> Tensor:
+    """``(C,)`` labels' logits of ``z (V, C)``, where -inf takes their place; NaN for bad labels."""
+    if z.device.type != "cpu":  # where labels are not read before
+        found, inside = write_labels(z, y, 0, -math.inf)
+        return found.masked_fill_(~inside, math.nan)
+    at = y[None]
+    found = z.gather(0, at)[0]
+    z.scatter_(0, at, -math.inf)
+    return found
+
+
+def column_sums(z: Tensor, c: Tensor | None) -> Tensor:
+    """``sum_v c_v z_v (C,)`` float64 of a tile ``z (v, C)``; a class of weight 0 adds 0."""
+    if c is None:
+        return z.sum(0).double()
+    return torch.mv(z.masked_fill((c == 0)[:, None], 0).t(), c).double()
+
+
+_GROUP = 64  # classes whose maximum is found first: on a CPU `amax` is five times as fast as `max`
+
+
+def largest(z: Tensor) -> tuple[Tensor, Tensor]:
+    """``(C,)`` each: the largest of every column of ``z (v, C)``, and its row."""
+    whole = len(z) // _GROUP * _GROUP
+    if z.device.type != "cpu" or whole < 8 * _GROUP or not z.is_contiguous():
+        return z.max(0)
+    top, group = z[:whole].view(-1, _GROUP, z.shape[1]).amax(1).max(0)
+    first = group * _GROUP
+    rows = first + torch.arange(_GROUP, device=z.device)[:, None]
+    best = first + z.gather(0, rows).argmax(0)
+    if whole < len(z):
+        last, at = z[whole:].max(0)
+        best = torch.where(last > top, at + whole, best)
+        top = torch.maximum(top, last)
+    return top, best
+
+
+_LOG2E = math.log2(math.e)
+
+
+def exp_(x: Tensor) -> Tensor:
+    """``exp(x)`` in place.
+
+    As a power of two on a CPU: torch's exponential is MKL's, which takes three times as long as
+    ``exp2`` on AMD's CPUs. The product is rounded as a log-probability is.
+    """
+    if x.dtype == torch.float32 and x.is_cpu:
+        return x.mul_(_LOG2E).exp2_()
+    return x.exp_()
 
 
 def maxima(z: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ fp32, fp64             as they are                      as they are
 
 Products of bfloat16 have float32 results: if one were rounded before the labels' rows are
 subtracted, the error would be that of a larger number. Only a weight's gradient that waits in
-bfloat16 (see ``waiting``) is written in it, except for the labels' rows.
+bfloat16 (see ``saved_grad_dtypes``) is written in it, except for the labels' rows.
 
 On a CPU, products of widened operands have full precision (float64 under "medium") whatever
 ``torch.set_float32_matmul_precision`` says: the user's float32 inputs follow it, as in

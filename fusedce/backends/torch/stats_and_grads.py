@@ -1,7 +1,8 @@
 """The torch backend, token by token: statistics of the logits, and their gradients.
 
 Each token has an upstream factor of its own, known only in backward. So the logits are computed a
-second time, with the log-sum-exp known, by *tiles of the vocabulary*: a tile of logits becomes its
+second time, unless all of them fit into what a chunk may hold: then forward keeps them. With the
+log-sum-exp known, work goes by *tiles of the vocabulary*: a tile of logits becomes its
 own gradient in place, and one product of it with the hidden states gives these rows of the weight
 gradient, complete and rounded once. Parts of ``d_hidden`` are added up in float32 or better. Inside
 a tile, work goes by blocks of tokens.
@@ -17,26 +18,48 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Dtypes, Gradients, add_rows, call_of, check_budget
-from fusedce.backends.plan import tiles_of
+from fusedce.backends.gradients import (
+    Dtypes,
+    Gradients,
+    add_rows,
+    check_budget,
+    memory_of,
+    sizes_of,
+)
+from fusedce.backends.plan import CPU_BUDGET, device_budget, most_classes, plan_tiles
 from fusedce.backends.torch.logit_tiles import (
     Logits,
     Rows,
     TileStats,
     blocks_of,
+    column_sums,
+    exp_,
     label_entry,
     tiles,
     write_labels,
 )
 from fusedce.contract.labels import used_tokens
-from fusedce.contract.objective import Stats, Upstream
-from fusedce.contract.problem import Problem, Projection, Wanted, acc_dtype
+from fusedce.contract.objective import LogitGrad, Stats
+from fusedce.contract.problem import Outputs, Problem, Projection, acc_dtype
 
 _LOWEST = -1e4  # nats: a probability of 0, in float64 too
 
 
-def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
-    """One pass over the logits; holds one tile of them."""
+def room_for_logits(problem: Problem) -> Tensor | None:
+    """``(V, N)``, if finished logits of all positions take no more than a chunk's by default."""
+    N, V, acc = len(problem.labels), len(problem.weight), acc_dtype(problem.hidden.dtype)
+    limited = problem.memory_budget is not None or problem.chunk_tokens is not None
+    on_cpu = problem.hidden.device.type == "cpu"
+    budget = CPU_BUDGET if on_cpu else device_budget(memory_of(problem.hidden.device))
+    if limited or N * V * acc.itemsize > budget:
+        return None
+    return torch.empty(V, N, dtype=acc, device=problem.hidden.device)
+
+
+def token_stats(
+    problem: Problem, wanted: Outputs, argmax: Tensor | None, kept: Tensor | None = None
+) -> Stats:
+    """One pass over the logits; holds one tile of them, and fills ``kept (V, N)``."""
     N, V = len(problem.labels), problem.weight.shape[0]
     used, n_valid = used_tokens(problem)
     rows = used.nonzero()[:, 0]
@@ -53,8 +76,8 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
         argmax.fill_(-1)
         stats = stats._replace(top=out(True))
     c = None if problem.class_weight is None else problem.class_weight.to(head.acc)
-    check_budget(problem, call_of(problem, wanted, len(rows)))
-    way = tiles_of(call_of(problem, Wanted(), len(rows)), memory_budget=problem.memory_budget)
+    check_budget(problem, sizes_of(problem, wanted, len(rows)))
+    way = plan_tiles(sizes_of(problem, Outputs(), len(rows)), memory_budget=problem.memory_budget)
     for block in blocks_of(rows, way.tokens):
         h = logits.operand(problem.hidden[block])  # (R, H)
         y = problem.labels[block].long()
@@ -63,10 +86,12 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
         temperature = None if problem.temperature is None else problem.temperature[block]
         for begin, end in tiles(V, way.classes):
             z = logits.tile(h, begin, end)  # (v, R)
+            if kept is not None:
+                kept[begin:end, block] = z
             if temperature is not None:
                 z.div_(temperature)
             if wanted.zmean:
-                zmean += _column_sums(z, None if c is None else c[begin:end])
+                zmean += column_sums(z, None if c is None else c[begin:end])
             seen.add(z, begin)
         if wanted.entropy:
             nll, lse, entropy = seen.with_entropy()
@@ -85,31 +110,38 @@ def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stat
 
 def token_grads(
     problem: Problem,
-    wanted: Wanted,
+    wanted: Outputs,
     lse: Tensor,  # (N,)
-    upstream: Upstream,
+    upstream: LogitGrad,
     dtypes: Dtypes,
+    kept: Tensor | None = None,  # (V, N) finished logits
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The wanted gradients, from logits computed anew; holds one tile of them."""
+    """The wanted gradients, from logits ``kept`` or computed anew; holds one tile of them."""
     V, H = problem.weight.shape
     logits = Logits(Projection.of(problem))
     products = logits.products
     acc, gemm = products.acc, products.gradients
     rows = (problem.valid() & upstream.used).nonzero()[:, 0]
-    call = call_of(problem, wanted, len(rows), dtypes)
-    way = tiles_of(call, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget)
+    call = sizes_of(problem, wanted, len(rows), dtypes)
+    way = plan_tiles(call, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget)
+    classes = way.classes
+    if kept is not None:  # nothing is multiplied again, so no bits depend on the tile
+        classes = most_classes(call.limits, min(way.tokens, len(rows)))
     grads = Gradients(problem, wanted, dtypes=dtypes, chunks=len(rows), by_tiles=True)
     blocks = [_Block.of(problem, b, lse, upstream) for b in blocks_of(rows, way.tokens)]
     sums = None  # (T, H), of a tile's rows of the weight gradient
     if grads.weight is not None and grads.weight.dtype != acc and blocks:
-        sums = torch.empty(way.classes, H, dtype=acc, device=grads.weight.device)
-    for begin, end in tiles(V, way.classes if blocks else V):
+        sums = torch.empty(min(classes, V), H, dtype=acc, device=grads.weight.device)
+    for begin, end in tiles(V, classes if blocks else V):
         of_tile = None if grads.weight is None else grads.weight[begin:end]
         d_weight = of_tile if sums is None else sums[: end - begin]
         for number, block in enumerate(blocks):
             hidden = problem.hidden[block.rows]  # (R, H)
-            h = logits.operand(hidden)
-            g = _gradient(problem, logits, block, h, begin, end)  # (v, R)
+            if kept is None:
+                z = logits.tile(logits.operand(hidden), begin, end)  # (v, R)
+            else:  # (a copy: the graph may be retained)
+                z = logits.copy(kept[begin:end], block.rows)
+            g = _gradient(problem, logits.head, block, z, begin)
             if grads.bias is not None:
                 grads.bias[begin:end] += g.sum(1)
             tokens = ((block.y >= begin) & (block.y < end)).nonzero()[:, 0]
@@ -131,7 +163,7 @@ def token_grads(
                 add_rows(d_weight, y, hidden[tokens] * entries)
         if of_tile is not None and d_weight is not None and d_weight is not of_tile:
             of_tile.copy_(d_weight)  # rounded once
-    return grads.written()
+    return grads.cast_out()
 
 
 class _Block(NamedTuple):
@@ -140,11 +172,11 @@ class _Block(NamedTuple):
     rows: Rows
     y: Tensor  # labels; one that is no row of weight has no entry
     lse: Tensor
-    by: Upstream  # of these tokens, in the dtype of logits; of further classes (K, R)
+    by: LogitGrad  # of these tokens, in the dtype of logits; of further classes (K, R)
     temperature: Tensor | None
 
     @classmethod
-    def of(cls, problem: Problem, rows: Rows, lse: Tensor, upstream: Upstream) -> _Block:
+    def of(cls, problem: Problem, rows: Rows, lse: Tensor, upstream: LogitGrad) -> _Block:
         """``rows`` that repeat the one before them (see `blocks_of`) have factors of 0."""
         acc, again = acc_dtype(problem.hidden.dtype), None
         if isinstance(rows, Tensor):
@@ -160,30 +192,26 @@ class _Block(NamedTuple):
         y, temperature = problem.labels[rows].long(), problem.temperature
         if temperature is not None:
             temperature = temperature[rows]
-        return cls(rows, y, lse[rows].to(acc), Upstream(*map(factor, upstream)), temperature)
+        return cls(rows, y, lse[rows].to(acc), LogitGrad(*map(factor, upstream)), temperature)
 
 
-def _gradient(
-    problem: Problem, logits: Logits, block: _Block, h: Tensor, begin: int, end: int
-) -> Tensor:
-    """``(v, R)``: derivative by the products of hidden states and classes ``begin`` to ``end``."""
-    head = logits.head
-    z = logits.tile(h, begin, end)
+def _gradient(problem: Problem, head: Projection, block: _Block, z: Tensor, begin: int) -> Tensor:
+    """``(v, R)``, in place of ``z``: derivative by the products of classes from ``begin`` on."""
     slope = head.slope(z)
     if block.temperature is not None:
         z.div_(block.temperature)
     log_p = z.sub_(block.lse)
     by = block.by
     if by.beta is None:
-        g = log_p.exp_().mul_(by.alpha)
+        g = exp_(log_p).mul_(by.alpha)
     else:  # (p is 0 where log p is so low, and 0 times any number is 0)
-        g = log_p.exp()
+        g = exp_(log_p.clone())
         g.mul_(log_p.clamp_(min=_LOWEST).mul_(-by.beta).add_(by.alpha))
     if by.gamma is not None:
         if problem.class_weight is None:
             g.add_(by.gamma)
         else:
-            g.addr_(problem.class_weight[begin:end].to(g.dtype), by.gamma)
+            g.addr_(problem.class_weight[begin : begin + len(g)].to(g.dtype), by.gamma)
     write_labels(g, block.y, begin, by.at_label)
     if slope is not None:
         g.mul_(slope)
@@ -198,10 +226,3 @@ def _gradient(
         for some, x in zip(at.split(step), entries.split(step), strict=True):
             g.scatter_add_(0, some, x)
     return g
-
-
-def _column_sums(z: Tensor, c: Tensor | None) -> Tensor:
-    """``sum_v c_v z_v (C,)`` float64 of a tile ``z (v, C)``; a class of weight 0 adds 0."""
-    if c is None:
-        return z.sum(0).double()
-    return torch.mv(z.masked_fill((c == 0)[:, None], 0).t(), c).double()

@@ -5,18 +5,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from fusedce.backends.gradients import Summed
-from fusedce.backends.triton import archs, divergence, training
+from fusedce.backends.triton import archs, divergence, sum_grads
 from fusedce.backends.triton.forward import loss, token_stats
 from fusedce.backends.triton.launch import on, run
 from fusedce.backends.triton.vocab_tiles import token_grads
-from fusedce.contract.problem import Task
+from fusedce.contract.problem import Problem, Task
 from fusedce.kernels.input_grads import scale_kernel
 
 __all__ = [
     "divergence_and_grads",
     "loss",
     "loss_and_grads",
+    "room_for_logits",
     "scale_",
+    "sums_smoothing",
     "token_grads",
     "token_stats",
 ]
@@ -28,7 +30,7 @@ SCALE_BLOCK = 8192  # numbers that a program multiplies at a time
 def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
     """The sum and its wanted gradients."""
     assert task.shard is None, "sums over shards go by their tokens"
-    return training.loss_and_grads(task.problem, task.wanted, argmax)
+    return sum_grads.loss_and_grads(task.problem, task.wanted, argmax)
 
 
 def divergence_and_grads(task: Task) -> Summed:
@@ -38,11 +40,20 @@ def divergence_and_grads(task: Task) -> Summed:
     return divergence.divergence_and_grads(task.problem, task.divergence, task.wanted)
 
 
+def sums_smoothing(problem: Problem) -> bool:
+    """Never: a chunk's exponentials have two bytes, from which no share can be taken."""
+    return False
+
+
+def room_for_logits(problem: Problem) -> None:
+    """Never: the logits stay in registers."""
+
+
 def scale_(x: Tensor, factor: Tensor) -> None:
     """``x *= factor``, 0 stays 0; nothing is written for 1, which only the GPU needs to know."""
     if x.numel():
         with on(x.device):
-            # 8 programs of 8 warps fill a multiprocessor.
+            # 8 programs of 8 warps fill a multiprocessor of 64 warps (6 fill one of 48).
             programs = min(-(-x.numel() // SCALE_BLOCK), 8 * archs.processors(x.device))
             run(
                 scale_kernel,

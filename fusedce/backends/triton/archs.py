@@ -2,9 +2,9 @@
 
 To add an architecture, add a row to :data:`ARCHITECTURES`: `bench/compiler_report.py` and the tests
 compile every kernel for every row, and find launches that spill. The sizes of a launch depend on
-the device, the dtype, the options and the alignment of the weight, never on N: a row's loss must
-have the same bits in every batch. The sizes were chosen from the compiler's registers and spills,
-not yet measured (`bench/LOG.md`); ``bench/loss.py --suite ways blocks`` measures them on a device.
+the device, the dtype, the options and the alignment of the weight; the blocks of a row's loss never
+on N: it must have the same bits in every batch. The sizes were chosen from the compiler's registers
+and spills; those of sm_90 were measured on an H200 (`python bench/gpu.py ways blocks`).
 ``triton.autotune`` is not used: it chooses anew in every process, by timing, inside the first call
 of a user, and its choice would change the last bits of a loss from run to run.
 """
@@ -21,7 +21,9 @@ from fusedce.backends import plan
 KiB = 1024
 EVERY_H = 2**31
 ROW_WARPS = 4  # of kernels that take a row of a chunk
-LABEL_BLOCK = (16, 256)  # rows of a label, and of H, added at a time
+LABEL_LOGIT_BLOCK = (16, 256)  # rows, and columns of H, of the labels' logits
+LABEL_GRAD_BLOCK = (4, 1024)  # rows of one label, and columns of H, added at a time
+LABEL_GRAD_WARPS = 8
 
 
 class Blocks(NamedTuple):
@@ -47,8 +49,7 @@ class Walks(NamedTuple):
     gemm: Blocks | None = None  # the product whose epilogue writes exponentials; None: cuBLAS's
     gemm_with_options: Blocks | None = None  # and argmax
     # Hidden size up to which training uses it. It saves writing and reading float32 tiles, 8 bytes
-    # a logit; its main loop is slower than cuBLAS's, which costs time in proportion to H. On paper
-    # it wins up to 2304 on sm_90, if the main loop reaches 0.78 of cuBLAS's rate.
+    # a logit; its main loop is slower than cuBLAS's, which costs time in proportion to H.
     gemm_up_to: int = 0
 
 
@@ -97,7 +98,7 @@ class Architecture(NamedTuple):
 
 
 def rows_in_waves(C: int, columns: int, most: int, processors: int) -> int:
-    """Rows, ``most`` or down to half of them, of products that leave the fewest waves half empty.
+    """The row count in [most / 2, most] that needs the fewest GEMM waves.
 
     ``C`` rows by ``columns`` are computed in blocks of 128 x 256 (what cuBLAS takes, assumed),
     one a processor at a time.
@@ -140,10 +141,12 @@ _HOPPER_TWO = Walks(
     stats_with_options=_HOPPER_NARROW,
     gemm=_HOPPER,
     gemm_with_options=_HOPPER_SMALL,
-    gemm_up_to=plan.EXP_GEMM_H,
+    gemm_up_to=EVERY_H,  # measured on an H200
 )
 _BLACKWELL_TWO = _HOPPER_TWO._replace(
-    forward_with_options=_HOPPER_SMALL, gemm_with_options=_HOPPER_NARROW
+    forward_with_options=_HOPPER_SMALL,
+    gemm_with_options=_HOPPER_NARROW,
+    gemm_up_to=plan.EXP_GEMM_H,  # on paper
 )
 # With 8 warps, sm_100's compiler spills 80 to 112 bytes of a thread's products.
 _BLACKWELL_FOUR = _same(Blocks(128, 64, 32, 16, 3))

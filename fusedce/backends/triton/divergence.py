@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, Summed, call_of, waiting
-from fusedce.backends.plan import multiple_of_16, way_of
+from fusedce.backends.gradients import Gradients, Summed, saved_grad_dtypes, sizes_of
+from fusedce.backends.plan import choose_plan, multiple_of_16
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.head_gradients import add_to_bias
 from fusedce.backends.triton.launch import (
@@ -27,24 +27,24 @@ from fusedce.backends.triton.launch import (
     run,
 )
 from fusedce.backends.triton.products import add_product, product, scaled_by
-from fusedce.backends.triton.training import rows_and_factor
-from fusedce.contract.problem import KINDS, Divergence, Problem, Wanted
+from fusedce.backends.triton.sum_grads import rows_and_factor
+from fusedce.contract.problem import KINDS, Divergence, Outputs, Problem
 from fusedce.kernels.divergence import EDGE, divergence_rows_kernel
 
 _AMPLIFY = 2.0**13  # of float16, whose probabilities would underflow
 
 
-def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wanted) -> Summed:
+def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Outputs) -> Summed:
     """Each token's loss, and the wanted gradients of their sum; holds a chunk of both logits."""
     hidden, labels = problem.hidden, problem.labels.contiguous()
-    problem = problem.but(labels=labels)
+    problem = problem.replace(labels=labels)
     (N, H), device, dtype = hidden.shape, hidden.device, hidden.dtype
     with on(device):
-        packed, dtypes = compact(problem), waiting(problem)
+        packed, dtypes = compact(problem), saved_grad_dtypes(problem)
         raise_on_cpu(packed.n_valid, problem)
         n, outer, factor = rows_and_factor(problem, packed)
-        way = way_of(
-            call_of(problem, wanted, n, dtypes, triton=True).beside(divergence.teacher_size()),
+        way = choose_plan(
+            sizes_of(problem, wanted, n, dtypes, triton=True).beside(divergence.teacher_size()),
             chunk_tokens=problem.chunk_tokens,
             memory_budget=problem.memory_budget,
         )
@@ -52,7 +52,7 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
         grads = Gradients(problem, wanted, dtypes=dtypes, chunks=-(-n // C) if n else 0)
         losses = torch.zeros(N, dtype=torch.float32, device=device)
         if n == 0:
-            return Summed(losses, packed.n_valid, factor, *grads.written())
+            return Summed(losses, packed.n_valid, factor, *grads.cast_out())
         V, y, w = len(problem.weight), problem.labels, problem.token_weight
         weights = torch.ones_like(y, dtype=torch.float32) if w is None else w.float()
         # A token with a bad label must be computed, so that its NaN is reported.
@@ -88,13 +88,13 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Wante
                 add_product(
                     grads.weight, g.t(), h, alpha, largest, first=begin == 0, scratch=scratch
                 )
-        return Summed(losses, packed.n_valid, factor, *grads.written())
+        return Summed(losses, packed.n_valid, factor, *grads.cast_out())
 
 
 class _Chunk:
     """The heads' logits of one chunk after another, in the same buffers."""
 
-    def __init__(self, problem: Problem, divergence: Divergence, C: int, wanted: Wanted) -> None:
+    def __init__(self, problem: Problem, divergence: Divergence, C: int, wanted: Outputs) -> None:
         weight, device = problem.weight, problem.weight.device
         self.weight, self.divergence, self.bias = weight, divergence, wanted.bias
         self.train = any(wanted.gradients())

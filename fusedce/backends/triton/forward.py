@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import call_of, check_budget
+from fusedce.backends.gradients import check_budget, sizes_of
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.archs import Blocks, vocabulary_splits
 from fusedce.backends.triton.launch import (
@@ -22,7 +22,7 @@ from fusedce.backends.triton.launch import (
     walk,
 )
 from fusedce.contract.objective import Stats
-from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.problem import Outputs, Problem
 from fusedce.kernels.walk import STATISTICS, SUMS, merge_stats_kernel
 
 _MERGED = 128  # rows whose splits a program merges
@@ -35,10 +35,10 @@ def loss(
 ) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64."""
     if torch.version.hip:  # a barrier there orders no stores of other waves, as a ticket needs
-        stats = token_stats(problem, Wanted(), None)
+        stats = token_stats(problem, Outputs(), None)
         return stats.nll.sum(dtype=torch.float64).float(), stats.n_valid
-    check_budget(problem, call_of(problem, Wanted(), len(problem.labels), triton=True))
-    problem = problem.but(labels=problem.labels.contiguous())
+    check_budget(problem, sizes_of(problem, Outputs(), len(problem.labels), triton=True))
+    problem = problem.replace(labels=problem.labels.contiguous())
     N, device = len(problem.hidden), problem.hidden.device
     if blocks is None:
         walks = archs.architecture(device).walks(problem.hidden.element_size())
@@ -68,10 +68,13 @@ def loss(
     return packed.loss_sum, packed.n_valid
 
 
-def token_stats(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Stats:
+def token_stats(
+    problem: Problem, wanted: Outputs, argmax: Tensor | None, kept: Tensor | None = None
+) -> Stats:
     """Statistics in one pass over the logits, which stay in registers; never waits for the GPU."""
-    check_budget(problem, call_of(problem, wanted, len(problem.labels), triton=True))
-    problem = problem.but(labels=problem.labels.contiguous())
+    assert kept is None
+    check_budget(problem, sizes_of(problem, wanted, len(problem.labels), triton=True))
+    problem = problem.replace(labels=problem.labels.contiguous())
     N, device = len(problem.hidden), problem.hidden.device
     walks = archs.architecture(device).walks(problem.hidden.element_size())
     blocks = walks.stats_with_options if has_options(problem) or wanted.zmean else walks.stats

@@ -108,7 +108,7 @@ def add_entries(
         return
     columns, order = columns.flatten().sort(stable=True)  # nothing waits for the device
     n, (C, H) = columns.shape[0], h.shape
-    block_c, block_h = archs.LABEL_BLOCK
+    block_c, block_h = archs.LABEL_GRAD_BLOCK
     block_h = min(power_of_2(H), block_h)
     run(
         label_grad_kernel,
@@ -128,7 +128,7 @@ def add_entries(
         factor=outer,
         BLOCK_C=block_c,
         BLOCK_H=block_h,
-        num_warps=4,
+        num_warps=archs.LABEL_GRAD_WARPS,
     )
 
 

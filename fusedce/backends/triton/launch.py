@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedce.backends.plan import multiple_of_16
 from fusedce.backends.triton.archs import Blocks, vocabulary_splits
+from fusedce.backends.triton_errors import CannotLaunch, why
 from fusedce.contract.labels import bad_label_message
 from fusedce.contract.problem import Problem, Projection
 from fusedce.kernels.compact import compact_kernel
@@ -43,13 +44,16 @@ def walk(
     weight = of_whole_steps("weight", problem.weight, blocks.BLOCK_H)
     (V, H), N = weight.shape, len(hidden)
     tiles_per_split, splits = vocabulary_splits(V, blocks)
-    tiles = None
+    hidden_tiles = weight_tiles = None
     if blocks.DESCRIPTOR and TMA:
-        tiles = TensorDescriptor.from_tensor(weight, [blocks.BLOCK_V, blocks.BLOCK_H])
+        weight_tiles = TensorDescriptor.from_tensor(weight, [blocks.BLOCK_V, blocks.BLOCK_H])
+        if given.get("rows") is None:  # else the rows of a block are not one after another
+            hidden_tiles = TensorDescriptor.from_tensor(hidden, [blocks.BLOCK_N, blocks.BLOCK_H])
     common = {
         "hidden": hidden,
         "weight": weight,
-        "weight_tiles": tiles,
+        "hidden_tiles": hidden_tiles,
+        "weight_tiles": weight_tiles,
         "labels": problem.labels,
         "N": N,
         "H": H,
@@ -111,7 +115,7 @@ def of_whole_steps(name: str, x: Tensor, step: int) -> Tensor:
     if x.stride(1) == 1 and aligned(x) and not more:
         return x
     why = f"rows are no multiple of {step} long" if more else "rows are not aligned to 16 bytes"
-    say_once(f"{name} is copied on every call without gradients, since its {why}")
+    say_once(f"{name} is copied on every call, since its {why}")
     return pad(x, (0, more)) if more else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -123,7 +127,7 @@ def aligned(x: Tensor) -> bool:
 
 @functools.cache
 def say_once(what: str) -> None:
-    """Warn, once for each text, of a way that is slower."""
+    """Warn once per message about a slower path."""
     warnings.warn(f"fusedce: {what}; this is slower, the result is the same", stacklevel=5)
 
 
@@ -218,5 +222,14 @@ def run(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
 
     Products and sums are fused: Triton 3.10 does so only when asked, and without it the forward
     kernel spills.
+
+    Raises:
+        CannotLaunch: the kernel cannot be built or launched on this machine.
     """
-    kernel[grid](**arguments, enable_fp_fusion=True)
+    try:
+        kernel[grid](**arguments, enable_fp_fusion=True)
+    except Exception as error:
+        reason = why(error)
+        if reason is None:
+            raise
+        raise CannotLaunch(f"{kernel.__name__}: {reason}") from error

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Dtypes, Gradients, call_of
-from fusedce.backends.plan import multiple_of_16, tiles_of
+from fusedce.backends.gradients import Dtypes, Gradients, sizes_of
+from fusedce.backends.plan import multiple_of_16, plan_tiles
 from fusedce.backends.triton.head_gradients import Head, add_entries, add_to_bias
 from fusedce.backends.triton.launch import (
     capturing,
@@ -24,28 +24,30 @@ from fusedce.backends.triton.launch import (
     run,
 )
 from fusedce.backends.triton.products import add_product, product, scaled_by
-from fusedce.contract.objective import Upstream
-from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.objective import LogitGrad
+from fusedce.contract.problem import Outputs, Problem
 from fusedce.kernels.softmax_grad import token_grad_kernel
 
 
 def token_grads(
     problem: Problem,
-    wanted: Wanted,
+    wanted: Outputs,
     lse: Tensor,  # (N,)
-    upstream: Upstream,
+    upstream: LogitGrad,
     dtypes: Dtypes,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The wanted gradients; reads the number of used tokens once, since cuBLAS needs it."""
+    assert kept is None
     N, device, asked = len(problem.labels), problem.hidden.device, dtypes
     if upstream.at_classes is not None and problem.memory_budget is None:
         dtypes = Dtypes(*[torch.float32] * 3)  # so that their entries are rounded with the rest
-    problem = problem.but(labels=problem.labels.contiguous())
+    problem = problem.replace(labels=problem.labels.contiguous())
     with on(device):
         rows, count, *_ = compact(problem, used=upstream.used.float())
         n = N if capturing(device) else int(count)
-        way = tiles_of(
-            call_of(problem, wanted, n, dtypes, triton=True),
+        way = plan_tiles(
+            sizes_of(problem, wanted, n, dtypes, triton=True),
             chunk_tokens=problem.chunk_tokens,
             memory_budget=problem.memory_budget,
         )
@@ -55,7 +57,7 @@ def token_grads(
         )
         grads.dtypes = asked
         if n == 0:
-            return grads.written()
+            return grads.cast_out()
         walk = _Walk(problem, rows, count, n, lse, upstream, every_row=every_row)
         dh = None
         if grads.hidden is not None:  # float32, too
@@ -66,7 +68,7 @@ def token_grads(
         if grads.hidden is not None and dh is not None:
             walk.finish_hidden(dh, columns, entries, walk.factors, rows, grads.hidden, 0, 0, 1.0)
         add_entries(grads.weight, grads.bias, columns, entries, walk.h, len(problem.weight), 1.0)
-        return grads.written()
+        return grads.cast_out()
 
 
 class _Walk(Head):
@@ -79,7 +81,7 @@ class _Walk(Head):
         count: Tensor,  # () int32: rows from here on are padding
         n: int,
         lse: Tensor,
-        upstream: Upstream,
+        upstream: LogitGrad,
         *,
         every_row: bool,
     ) -> None:
@@ -137,7 +139,7 @@ class _Walk(Head):
             if of_tile is not None and d_weight is not None and d_weight is not of_tile:
                 of_tile.copy_(d_weight)  # rounded once
 
-    def single_entries(self, upstream: Upstream) -> tuple[Tensor, Tensor]:
+    def single_entries(self, upstream: LogitGrad) -> tuple[Tensor, Tensor]:
         """Columns and values ``(K, n)`` of the entries of the labels, and of further classes."""
         y = self.of_rows["labels"]
         assert y is not None
@@ -182,7 +184,7 @@ class _Walk(Head):
 
 
 def _factors(
-    upstream: Upstream, rows: Tensor | slice, class_weight: Tensor | None, dtype: torch.dtype
+    upstream: LogitGrad, rows: Tensor | slice, class_weight: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
     """Factors of the rows in fp32, and the upstream factors by name, divided by them.
 

@@ -7,8 +7,8 @@ from support.params import slow
 
 from fusedce.backends import plan
 from fusedce.backends import triton as backend
-from fusedce.backends.triton import archs, training
-from fusedce.contract.problem import Problem, Task, Wanted
+from fusedce.backends.triton import archs, sum_grads
+from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.testing import Case
 
 
@@ -18,7 +18,7 @@ def gradients(monkeypatch, problem, argmax, *, by_gemm):
         two_bytes=row.two_bytes._replace(gemm_up_to=2**31 if by_gemm else 0),
     )
     monkeypatch.setattr(archs, "architecture", lambda device: row)
-    wanted = Wanted(hidden=True, weight=True, bias=problem.bias is not None)
+    wanted = Outputs(hidden=True, weight=True, bias=problem.bias is not None)
     return backend.loss_and_grads(Task(problem, wanted), argmax)
 
 
@@ -54,13 +54,13 @@ def test_one_gemm_is_chosen_by_the_hidden_size(monkeypatch):
 
     def way(call, **more):
         asked.append(call.gemm_block)
-        return plan.way_of(call, **more)
+        return plan.choose_plan(call, **more)
 
-    monkeypatch.setattr(training, "way_of", way)
+    monkeypatch.setattr(sum_grads, "choose_plan", way)
     row = archs.BY_NAME["interpreter"]
     row = row._replace(two_bytes=row.two_bytes._replace(gemm_up_to=64))
     monkeypatch.setattr(archs, "architecture", lambda device: row)
     for H in (64, 96):
         problem = Problem(hidden[:, :H].contiguous(), weight[:, :H].contiguous(), labels)
-        backend.loss_and_grads(Task(problem, Wanted(weight=True)), None)
+        backend.loss_and_grads(Task(problem, Outputs(weight=True)), None)
     assert asked == [row.two_bytes.gemm.BLOCK_V, 0]

@@ -1,6 +1,5 @@
-"""The forward-only pass: bits, range, memory. Small and interpreted here, large on a GPU."""
+"""The forward-only pass: bits and range. (`tests/gpu` has it on a GPU.)"""
 
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -9,21 +8,13 @@ from support.bounds import EXACT, STATISTIC
 
 import fusedce
 from fusedce.contract.problem import Problem
-from fusedce.testing import Case, check
+from fusedce.testing import Case
 
-GPU = pytest.param("gpu", marks=pytest.mark.gpu)
-
-
-@pytest.fixture(params=["interpreter", GPU])
-def place(request):
-    """``(device, N, H, V)``."""
-    if request.param == "gpu":
-        return torch.accelerator.current_accelerator(), 1000, 1024, 50257
-    return torch.device("cpu"), 150, 24, 700  # several tiles in each split
+PLACE = torch.device("cpu"), 150, 24, 700  # device, N, H, V: several tiles in each split
 
 
-def make(place, dtype=torch.bfloat16, ignored=0.0, seed=0):
-    device, N, H, V = place
+def make(dtype=torch.bfloat16, ignored=0.0, seed=0):
+    device, N, H, V = PLACE
     case = Case((N,), H, V, dtype, ignored=ignored, seed=seed)
     return case.tensors(device)[:3]
 
@@ -36,9 +27,9 @@ def one_pass(hidden, weight, labels, **options):
     return *loss(Problem(hidden, weight, labels, **options), lse=lse), lse
 
 
-def test_rocm_merges_in_a_launch_of_its_own(monkeypatch, place):
+def test_rocm_merges_in_a_launch_of_its_own(monkeypatch):
     """Its barriers order no stores of other waves."""
-    inputs = make(place, ignored=0.3)
+    inputs = make(ignored=0.3)
     expected = one_pass(*inputs)[:2]
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr("fusedce.backends.triton.forward.SUMS", None)  # in which a ticket is taken
@@ -50,12 +41,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_token_has_the_same_bits_in_every_batch(place, dtype):
+def test_a_token_has_the_same_bits_in_every_batch(dtype):
     """In every run; alone, at another position, with and without ignored neighbours."""
-    hidden, weight, labels = make(place, dtype)
+    hidden, weight, labels = make(dtype)
     N = len(labels)
-    loss, _, lse = first = one_pass(hidden, weight, labels)
-    for _ in range(3 if place[0].type == "cpu" else 100):
+    _, _, lse = first = one_pass(hidden, weight, labels)
+    for _ in range(3):
         torch.testing.assert_close(one_pass(hidden, weight, labels), first, **EXACT)
 
     order = torch.randperm(N, device=labels.device)
@@ -67,21 +58,16 @@ def test_a_token_has_the_same_bits_in_every_batch(place, dtype):
     _, _, masked = one_pass(hidden, weight, some)
     assert masked[some != -100].equal(lse[some != -100])
 
-    total = torch.zeros((), dtype=torch.float64, device=labels.device)
-    for i in range(N):
-        alone, _, lse_alone = one_pass(hidden[i : i + 1], weight, labels[i : i + 1])
+    for i in range(20):
+        _, _, lse_alone = one_pass(hidden[i : i + 1], weight, labels[i : i + 1])
         assert lse_alone.item() == lse[i].item()
-        total += alone
-        if place[0].type == "cpu" and i >= 20:
-            return
-    assert abs(total.item() - loss.item()) <= torch.finfo(torch.float32).eps * loss.item()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cuts", [[], [1], [33, 34, 90], [50, 100]])
-def test_the_sum_does_not_depend_on_the_calls(place, cuts):
+def test_the_sum_does_not_depend_on_the_calls(cuts):
     """Token losses are added in fp64 and rounded once; LossMeter adds calls in fp64."""
-    hidden, weight, labels = make(place, ignored=0.3)
+    hidden, weight, labels = make(ignored=0.3)
     meter = fusedce.LossMeter()
     edges = [0, *cuts, len(labels)]
     for begin, end in pairwise(edges):
@@ -158,84 +144,3 @@ def test_a_token_beside_one_out_of_range_has_the_same_bits():
         token = slice(n, n + 1)
         alone = one_pass(torch.eye(16)[token], weight, labels[token])[2]
         assert alone.equal(together[token]), n
-
-
-@pytest.mark.gpu
-def test_memory_is_per_row():
-    device = torch.accelerator.current_accelerator()
-    N, H, V = 8192, 256, 256000
-    hidden = torch.randn(N, H, device=device, dtype=torch.bfloat16)
-    weight = torch.randn(V, H, device=device, dtype=torch.bfloat16)
-    labels = torch.randint(V, (N,), device=device)
-    one_pass(hidden[:8], weight, labels[:8])
-    torch.accelerator.synchronize()
-    torch.accelerator.reset_peak_memory_stats()
-    before = torch.accelerator.memory_allocated()
-    one_pass(hidden, weight, labels)
-    extra = torch.accelerator.max_memory_allocated() - before
-    assert extra <= 16 * 2**20
-
-
-@pytest.mark.gpu
-def test_cuda_graph_replays_with_other_labels():
-    device = torch.accelerator.current_accelerator()
-    hidden, weight, labels = make((device, 512, 256, 5000), ignored=0.2)
-    hidden = hidden.nan_to_num()
-    one_pass(hidden, weight, labels)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss, n_valid, lse = one_pass(hidden, weight, labels)
-    for seed, share in enumerate((0.9, 0.0, 1.0, 0.5)):
-        torch.manual_seed(seed)
-        new = torch.randint(0, 5000, (512,), device=device)
-        new[torch.rand(512, device=device) < share] = -100
-        labels.copy_(new)
-        graph.replay()
-        again = one_pass(hidden, weight, labels)
-        torch.testing.assert_close((loss, n_valid, lse), again, **EXACT)
-
-
-@pytest.mark.gpu
-def test_another_stream_gives_the_same_and_the_host_does_not_wait():
-    hidden, weight, labels = make((torch.accelerator.current_accelerator(), 512, 256, 5000))
-    first = one_pass(hidden, weight, labels)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            second = one_pass(hidden, weight, labels)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    torch.testing.assert_close(first, second, **EXACT)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("N", "H", "V"), [(64, 9000, 250_000), (70_000, 64, 40_000)])
-def test_offsets_past_2_to_31_are_right(N, H, V):
-    """V * H in the first, N * V in the second."""
-    device = torch.accelerator.current_accelerator()
-    torch.manual_seed(0)
-    hidden = torch.randn(N, H, device=device, dtype=torch.bfloat16) / H**0.5
-    weight = torch.randn(V, H, device=device, dtype=torch.bfloat16)
-    labels = torch.randint(V - 100, V, (N,), device=device)
-    loss, _, lse = one_pass(hidden, weight, labels)
-    rows = torch.randperm(N, device=device)[:32]
-    exact = (hidden[rows].double() @ weight.double().T).logsumexp(-1)
-    torch.testing.assert_close(lse[rows].double(), exact, rtol=STATISTIC, atol=0)
-    assert loss.isfinite()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chunk_tokens", [None, 60])
-def test_values_on_a_gpu_match_the_reference(dtype, chunk_tokens):
-    device = torch.accelerator.current_accelerator()
-    for option in ({}, {"softcap": 5.0, "logit_scale": 0.7}):
-        for logits in ("flat", "peaked", "huge"):
-            for need in ((), ("hidden", "weight", "bias")):
-                case = Case(
-                    (257,), 123, 1031, dtype, logits=logits, ignored=0.3, with_bias=bool(option),
-                    requires_grad=tuple(x for x in need if x != "bias" or option), options=option,
-                )  # fmt: skip
-                check(partial(fusedce.fused_ce, chunk_tokens=chunk_tokens), case, device)

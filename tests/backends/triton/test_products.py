@@ -12,7 +12,7 @@ from fusedce.backends import triton as backend
 from fusedce.backends.triton import archs
 from fusedce.backends.triton import products as of_cublas
 from fusedce.backends.triton.launch import input_precision, run
-from fusedce.contract.problem import Problem, Task, Wanted
+from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.testing import Case, check
 
 
@@ -59,7 +59,7 @@ def test_a_chunk_is_widened_for_the_bias_in_the_buffer_of_the_plan(monkeypatch, 
     hidden, weight, labels, bias = Case((300,), 128, 3000, dtype, with_bias=True).tensors()
     problem = Problem(hidden, weight, labels, bias=bias, backend="triton")
     with Calls() as calls:
-        backend.loss_and_grads(Task(problem, Wanted(weight=True, bias=True)))
+        backend.loss_and_grads(Task(problem, Outputs(weight=True, bias=True)))
     made = [out for *_, out in calls.seen if isinstance(out, torch.Tensor)]
     sizes = [x.untyped_storage().nbytes() for x in made if x.dtype == torch.float32]
     assert 0 < max(sizes) <= 2**21

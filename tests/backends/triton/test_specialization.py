@@ -4,12 +4,13 @@ import pytest
 import torch
 from support.operators import Calls
 from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedce.backends import triton as backend
-from fusedce.backends.gradients import of_inputs
-from fusedce.backends.triton import archs, head_gradients, training, vocab_tiles
-from fusedce.contract.objective import Upstream
-from fusedce.contract.problem import Problem, Task, Wanted
+from fusedce.backends.gradients import input_dtypes
+from fusedce.backends.triton import archs, head_gradients, sum_grads, vocab_tiles
+from fusedce.contract.objective import LogitGrad
+from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.testing import Case
 
 
@@ -21,6 +22,8 @@ def key_of(name, value, special):
         return name, "int", special and (value == 1, value % 16 == 0)
     if isinstance(value, float):
         return name, "float"
+    if isinstance(value, TensorDescriptor):  # its shape is an argument, without properties
+        return name, value.base.dtype, tuple(value.block_shape)
     return name, str(value)
 
 
@@ -58,7 +61,7 @@ def inside_a_graph(monkeypatch, launches):
         step()
         warm = set(launches)
         launches.clear()
-        for module in (training, vocab_tiles):
+        for module in (sum_grads, vocab_tiles):
             monkeypatch.setattr(module, "capturing", lambda device: True)
         (inside or step)()
         assert launches
@@ -73,7 +76,7 @@ OPTIONS = {
     "terms": {"z_loss": 0.1},
     "smoothing": {"label_smoothing": 0.1},
 }
-BOTH = Wanted(hidden=True, weight=True)
+BOTH = Outputs(hidden=True, weight=True)
 
 
 def problem_of(V=333, name="plain", ignored=31, N=96, **more):
@@ -96,8 +99,8 @@ def train(problem, argmax=None, wanted=BOTH):
 
 def token_grads(problem, chosen=(None, None)):
     used, one = problem.valid(), torch.ones(96, dtype=torch.float64)
-    upstream = Upstream(one, one, one / 333, -one / 2, used, *chosen)
-    backend.token_grads(problem, BOTH, torch.full((96,), 6.0), upstream, of_inputs(problem))
+    upstream = LogitGrad(one, one, one / 333, -one / 2, used, *chosen)
+    backend.token_grads(problem, BOTH, torch.full((96,), 6.0), upstream, input_dtypes(problem))
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -123,8 +126,8 @@ def test_forward_only_compiles_nothing_inside_a_graph(inside_a_graph, options, V
 
     def step(ignored):
         problem = problem_of(V, options, ignored)
-        backend.loss(problem.but(z_loss=0.0, label_smoothing=0.0))
-        everything = Wanted(lse=True, entropy=True, zmean=problem.label_smoothing > 0)
+        backend.loss(problem.replace(z_loss=0.0, label_smoothing=0.0))
+        everything = Outputs(lse=True, entropy=True, zmean=problem.label_smoothing > 0)
         backend.token_stats(problem, everything, torch.empty(96, dtype=torch.int64))
 
     kernels, new = inside_a_graph(lambda: step(31), lambda: step(0))
@@ -175,7 +178,7 @@ def test_token_gradients_wait_for_nothing_inside_a_graph(monkeypatch, K):
 def test_few_kernels_are_launched(monkeypatch, launches, one_gemm):
     """Each costs the host as much as a small tile's work."""
     by_gemm(monkeypatch, one_gemm)
-    train(problem_of(), wanted=Wanted(weight=True))  # compiles for later sums
+    train(problem_of(), wanted=Outputs(weight=True))  # compiles for later sums
 
     def launched(step):
         launches.clear()
@@ -187,5 +190,5 @@ def test_few_kernels_are_launched(monkeypatch, launches, one_gemm):
         "compact", "label_logit", "walk" if one_gemm else "exp_tile", "softmax_rows",
         "hidden_grad", "label_grad",
     ]  # fmt: skip
-    of_hidden = launched(lambda: train(problem_of(), wanted=Wanted(hidden=True)))
+    of_hidden = launched(lambda: train(problem_of(), wanted=Outputs(hidden=True)))
     assert "label_grad" not in of_hidden

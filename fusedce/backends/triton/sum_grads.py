@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, Summed, call_of, waiting
-from fusedce.backends.plan import TILES, multiple_of_16, way_of
+from fusedce.backends.gradients import Gradients, Summed, saved_grad_dtypes, sizes_of
+from fusedce.backends.plan import TILES, choose_plan, multiple_of_16
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.forward import token_stats
 from fusedce.backends.triton.head_gradients import (
@@ -40,25 +40,25 @@ from fusedce.backends.triton.products import add_product, product, scaled_by
 from fusedce.backends.triton.vocab_tiles import token_grads
 from fusedce.backends.upstream import loss_in_two_passes
 from fusedce.contract.objective import slopes, token_losses
-from fusedce.contract.problem import Problem, Wanted
+from fusedce.contract.problem import Outputs, Problem
 from fusedce.kernels.softmax_grad import exp_tile_kernel, label_logit_kernel, softmax_rows_kernel
 from fusedce.kernels.walk import EXPONENTIALS
 
 
-def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> Summed:
+def loss_and_grads(problem: Problem, wanted: Outputs, argmax: Tensor | None) -> Summed:
     """The sum and its wanted gradients; holds the exponentials of one chunk."""
     hidden, labels = problem.hidden, problem.labels.contiguous()
     if hidden.stride(1) != 1:
         hidden = hidden.contiguous()
-    problem, N, device = problem.but(hidden=hidden, labels=labels), len(hidden), hidden.device
+    problem, N, device = problem.replace(hidden=hidden, labels=labels), len(hidden), hidden.device
     with on(device):
-        packed, dtypes = compact(problem), waiting(problem)
+        packed, dtypes = compact(problem), saved_grad_dtypes(problem)
         raise_on_cpu(packed.n_valid, problem)
         n, outer, factor = rows_and_factor(problem, packed)
         gemm = _gemm_blocks(problem, wanted)
         block = 0 if gemm is None else gemm.BLOCK_V
-        way = way_of(
-            call_of(problem, wanted, n, dtypes, triton=True, gemm_block=block),
+        way = choose_plan(
+            sizes_of(problem, wanted, n, dtypes, triton=True, gemm_block=block),
             chunk_tokens=problem.chunk_tokens,
             memory_budget=problem.memory_budget,
         )
@@ -73,7 +73,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
         if argmax is not None and not every_row:
             argmax.fill_(-1)
         if n == 0:
-            return Summed(packed.loss_sum, packed.n_valid, factor, *grads.written())
+            return Summed(packed.loss_sum, packed.n_valid, factor, *grads.cast_out())
         used: Tensor | slice = slice(None) if every_row else packed.rows[:n].long()
         # Inside a graph ignored rows take part, as zeros.
         padding = torch.arange(n, device=device) >= packed.used if graph else None
@@ -85,7 +85,7 @@ def loss_and_grads(problem: Problem, wanted: Wanted, argmax: Tensor | None) -> S
             if padding is not None:
                 h = h.masked_fill(padding[some, None], 0)
             chunks.add(h, labels[some], first, grads)
-        return Summed(chunks.total(padding), packed.n_valid, factor, *grads.written())
+        return Summed(chunks.total(padding), packed.n_valid, factor, *grads.cast_out())
 
 
 def rows_and_factor(problem: Problem, packed: Rows) -> tuple[int, float, Tensor]:
@@ -106,7 +106,7 @@ def rows_and_factor(problem: Problem, packed: Rows) -> tuple[int, float, Tensor]
     return int(n), outer, expected.clone()
 
 
-def _gemm_blocks(problem: Problem, wanted: Wanted) -> archs.Blocks | None:
+def _gemm_blocks(problem: Problem, wanted: Outputs) -> archs.Blocks | None:
     """Blocks of the one GEMM that makes the exponentials; ``None`` where cuBLAS makes tiles."""
     weight = problem.weight
     (V, H), walks = weight.shape, archs.architecture(weight.device).walks(weight.element_size())
@@ -130,7 +130,7 @@ class _Chunks(Head):
         labels: Tensor,  # (n,) of those rows
         packed: Rows,
         C: int,
-        wanted: Wanted,
+        wanted: Outputs,
         gemm: archs.Blocks | None,
         argmax: Tensor | None,  # (N,) int64 to fill at `packed.rows`
         outer: float,  # a factor of the gradients
@@ -164,7 +164,7 @@ class _Chunks(Head):
             self.scaled = torch.empty(C, H, dtype=dtype, device=device)
         self.losses = torch.empty(n, dtype=torch.float32, device=device)
         self.terms = self.lse = None
-        if not problem.plain():
+        if not problem.is_plain_ce():
             self.y = labels.long().clamp(0, V - 1)
             zero = torch.zeros(n, dtype=torch.float64, device=device)
             self.lse = torch.empty_like(self.losses)
@@ -227,7 +227,7 @@ class _Chunks(Head):
         They are relative to the labels' logits, which are computed first: NaN for a bad label.
         """
         (V, H), C, block = self.weight.shape, len(h), self.block
-        block_c, block_h = archs.LABEL_BLOCK
+        block_c, block_h = archs.LABEL_LOGIT_BLOCK
         run(
             label_logit_kernel,
             (-(-C // block_c),),
@@ -256,7 +256,7 @@ class _Chunks(Head):
             "AMPLIFY": self.amplify,
         }
         if self.gemm is not None:
-            problem, width = self.problem.but(hidden=h, weight=self.weight), self.exps.shape[1]
+            problem, width = self.problem.replace(hidden=h, weight=self.weight), self.exps.shape[1]
             walk(problem, self.gemm, EXPONENTIALS, stride_split=C, width=width, **shared)
             return
         most_rows, most = self.tile

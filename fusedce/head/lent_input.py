@@ -1,8 +1,9 @@
-"""The forward pre-hook of an output head: it lends the head an input whose product is lazy.
+"""The hooks of an output head: they lend it an input on which ``F.linear`` returns lazy logits.
 
 The head's own code runs, whatever it is: its casts, its dropout, an adapter of PEFT around it. Only
 ``F.linear`` with a weight of ``V`` rows, and ``x @ weight.T``, are not computed; they give lazy
-logits. A head that calls neither computes its logits as without fusedce.
+logits. A head that calls neither computes its logits as without fusedce. Once the head has run, the
+lent input is a plain tensor, also for code that has kept it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 
 from fusedce.contract.checks import autocast_dtype
-from fusedce.head.lazy import Uncompiled
-from fusedce.head.loss import MakeLogits
+from fusedce.head.gradient import LazyLinear
+from fusedce.head.lazy import LazyLogits, Uncompiled
+from fusedce.head.linear_call import NO_TORCH_FUNCTION, LinearCall
 from fusedce.head.observe import HeadCounts
-from fusedce.head.product import NO_TORCH_FUNCTION, Product
 from fusedce.loss.sharded_problem import is_vocabulary_shard
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -29,7 +31,7 @@ _LINEAR = torch._C._nn.linear  # DeepSpeed's ZeRO-3 puts a function of its own i
 with torch.inference_mode(False):
     _zeros = torch.zeros(1, 1, 1, dtype=torch.float32, device="cpu")
     _BIASED_IS_A_VIEW = _LINEAR(_zeros, _zeros[0], _zeros[0, 0])._is_view()
-_NO_PRODUCT = (
+_NO_LINEAR = (
     "the head's input reaches {}, which is no product with a weight of the head: these logits are "
     "computed as always, and their loss is torch's own"
 )
@@ -51,16 +53,17 @@ class Head:
         self.report, self.memory_budget = report, memory_budget
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Lend the head its input as a :class:`Hidden`; ``None`` leaves it alone."""
+        """Lend the head its input; ``None`` leaves it alone."""
         # (Compiled by torch before 2.13, `is_exporting()` may be True without an export.)
         if torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag:
             return _uncompiled(self, module, args)
+        self.report.calls += 1
         x = args[0] if len(args) == 1 else None
         reason = _why_not(x)
         if isinstance(x, Tensor) and reason is None:
             if F.linear is not _LINEAR and not hasattr(F.linear, "fusedce"):
                 F.linear = _but_for_lent_inputs(F.linear)
-            return (_lent(x, self, module),)
+            return (_lent(x, Loan(self, module)),)
         self.report.note(f"the original head runs: {reason}")
         return None
 
@@ -68,12 +71,29 @@ class Head:
 _uncompiled = torch.compiler.disable(Head.__call__, reason=_UNCOMPILED)
 
 
+def take_back(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Forward hook of a replaced head: its lent input is plain from now on."""
+    x = args[0] if args else None
+    if not isinstance(x, LentInput):
+        return
+    loan = x.loan
+    for lent in loan.tensors:
+        lent.__class__ = Tensor  # type: ignore[assignment]
+        del lent.loan
+    leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+    if leaves and not any(isinstance(t, LazyLogits) for t in leaves):
+        z = leaves[0]
+        loan.head.report.note(_NO_LINEAR.format(loan.reached or "a function of another library"))
+        loan.head.report.count_logits("the head's own code", tuple(z.shape), z.nbytes)
+
+
 def _but_for_lent_inputs(replaced: Callable[..., Any]) -> Callable[..., Any]:
     """Another library's ``F.linear``, and torch's own for lent inputs."""
 
     @functools.wraps(replaced)
-    def linear(x: Any, *args: Any, **kwargs: Any) -> Any:
-        return (_LINEAR if type(x) is Hidden else replaced)(x, *args, **kwargs)
+    def linear(*args: Any, **kwargs: Any) -> Any:
+        lent = any(type(x) is LentInput for x in (*args, *kwargs.values()))
+        return (_LINEAR if lent else replaced)(*args, **kwargs)
 
     linear.fusedce = True  # type: ignore[attr-defined]
     return linear
@@ -99,34 +119,51 @@ def head_of(module: nn.Module) -> Head | None:
     return next((h for h in module._forward_pre_hooks.values() if isinstance(h, Head)), None)
 
 
-class Hidden(Uncompiled):
-    """The lent input of a head, or what the head computes from it before the product."""
+class Loan:
+    """One call of a head, and the tensors that it was lent.
 
-    head: Head
-    module: nn.Module
+    Attributes:
+        reached: the function that made logits of the lent input without ``F.linear``.
+    """
+
+    reached: str | None = None
+
+    def __init__(self, head: Head, module: nn.Module) -> None:
+        self.head, self.module = head, module
+        self.tensors: list[LentInput] = []
+
+
+class LentInput(Uncompiled):
+    """The lent input of a head, or what the head computes from it before ``F.linear``."""
+
+    loan: Loan
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = next((a for a in args if type(a) is Hidden), None)
+        kwargs = kwargs or {}
+        lent = next((x for x in (*args, *kwargs.values()) if type(x) is LentInput), None)
         with NO_TORCH_FUNCTION():
-            if func in _PRODUCTS and given is not None and given is args[0]:
-                logits = _PRODUCTS[func](*args, **(kwargs or {}))
+            if func in _LINEARS and lent is (args[0] if args else kwargs.get("input")):
+                logits = _LINEARS[func](*args, **kwargs)
                 if logits is not None:
                     return logits
-        out = cls.of_others(func, types, args, kwargs)
+        out = cls.defer_to_other_subclass(func, types, args, kwargs)
         with NO_TORCH_FUNCTION():
-            if given is None or type(out) not in (Tensor, Hidden) or not out.is_floating_point():
+            if lent is None or type(out) not in (Tensor, LentInput) or not out.is_floating_point():
                 return out
-            if out.dim() != given.dim() or out.shape[-1] == classes_of(given.module):
-                if out.dim() == given.dim() and given.shape[-1] != out.shape[-1]:
-                    given.head.report.note(_NO_PRODUCT.format(getattr(func, "__name__", func)))
-                return out.as_subclass(Tensor) if type(out) is Hidden else out
-            return _lent(out, given.head, given.module)
+            if out.dim() != lent.dim() or out.shape[-1] == classes_of(lent.loan.module):
+                if out.dim() == lent.dim() and lent.shape[-1] != out.shape[-1]:
+                    lent.loan.reached = getattr(func, "__name__", str(func))
+                return out.as_subclass(Tensor) if type(out) is LentInput else out
+            return _lent(out, lent.loan)
 
 
-def _lent(x: Tensor, head: Head, module: nn.Module) -> Hidden:
-    lent = x if type(x) is Hidden else x.as_subclass(Hidden)
-    lent.head, lent.module = head, module
+def _lent(x: Tensor, loan: Loan) -> LentInput:
+    if type(x) is LentInput:
+        return x
+    lent = x.as_subclass(LentInput)
+    lent.loan = loan
+    loan.tensors.append(lent)
     return lent
 
 
@@ -139,16 +176,16 @@ def classes_of(module: Any) -> int | None:
     return inside[0] if len(inside) == 1 else int(shape[0]) if len(shape) == 2 else None
 
 
-def _product(x: Hidden, weight: Any, bias: Any = None) -> Any:
-    """``F.linear`` as lazy logits; ``None`` if it is not the head's product of plain tensors."""
+def _linear(input: LentInput, weight: Any, bias: Any = None) -> Any:  # torch's name
+    """``F.linear`` as lazy logits; ``None`` if it is not the head's, of plain tensors."""
     operands = [weight] if bias is None else [weight, bias]
-    if any(t.device != x.device or not _is_operand(t) for t in operands):
+    if any(t.device != input.device or not _is_operand(t) for t in operands):
         return None
-    if weight.dim() != 2 or weight.shape != (classes_of(x.module), x.shape[-1]):
+    loan, hidden = input.loan, input.as_subclass(Tensor)
+    if weight.dim() != 2 or weight.shape != (classes_of(loan.module), hidden.shape[-1]):
         return None
-    hidden = x.as_subclass(Tensor)
-    dtype = autocast_dtype(x.device)
-    if dtype is not None and x.dtype != torch.float64:
+    dtype = autocast_dtype(hidden.device)
+    if dtype is not None and hidden.dtype != torch.float64:
         hidden, *operands = (t.to(dtype) for t in (hidden, *operands))
     if any(t.dtype != hidden.dtype for t in operands):
         return None
@@ -156,18 +193,18 @@ def _product(x: Hidden, weight: Any, bias: Any = None) -> Any:
     shape = (*hidden.shape[:-1], weight.shape[0])
     if bias is not None and hidden.dim() > 2 and _BIASED_IS_A_VIEW:
         hidden = hidden.reshape(-1, hidden.shape[-1])
-    product = Product(x.head.report, x.head.memory_budget, x.module, hidden, weight, bias)
-    logits = MakeLogits.apply(product, hidden, weight, bias)
+    call = LinearCall(loan.head, loan.module, hidden, weight, bias)
+    logits = LazyLinear.apply(call, hidden, weight, bias)
     return logits if logits.shape == shape else logits.view(shape)
 
 
-def _matmul(x: Hidden, other: Any) -> Any:
-    """``x @ other`` as lazy logits; ``None`` if it is not the head's product."""
-    return _product(x, other.mT) if isinstance(other, Tensor) and other.dim() == 2 else None
+def _matmul(input: LentInput, other: Any) -> Any:  # torch's name
+    """``x @ other`` as lazy logits; ``None`` if it is not the head's."""
+    return _linear(input, other.mT) if isinstance(other, Tensor) and other.dim() == 2 else None
 
 
-_PRODUCTS: dict[Any, Callable[..., Any]] = {
-    _LINEAR: _product,
+_LINEARS: dict[Any, Callable[..., Any]] = {
+    _LINEAR: _linear,
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
 }
 
@@ -188,9 +225,9 @@ class ShardedForward:
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Lazy logits of the rows of all ranks, or what the original gives."""
-        if type(x) is Hidden:
+        if isinstance(x, LentInput):
             with NO_TORCH_FUNCTION():
-                logits = _product(x, self.module.weight, self.module.bias)
+                logits = _linear(x, self.module.weight, self.module.bias)
                 x = x.as_subclass(Tensor)
             if logits is not None:
                 return logits

@@ -1,0 +1,500 @@
+"""Fifteen minutes on a GPU, the most informative first: tests, then times in three parts.
+
+    python bench/gpu.py part1          # at most 300 s: `tests/gpu`, then our losses beside products
+    python bench/gpu.py part2          # at most 300 s: peers, ways, blocks, a model of 1.2 B
+    python bench/gpu.py part3          # at most 240 s: options, divergences, tokens, small sizes
+    python bench/gpu.py ways blocks    # some suites
+    python bench/gpu.py part1 --dry    # anywhere: tiny problems, Triton's interpreter
+    python bench/gpu.py table bench/results/gpu-h200.json --page docs/benchmarks.md
+
+Every time is printed as it is known and written to $OUT/gpu.json (bench/results by default). A
+suite is a process, so that a dead context costs one suite; a suite that is run again measures only
+the problems that the file lacks. Times are medians of bursts by turns; each is divided by the bare
+products of the same turns, since a card that gets warm gets slower. Peers are measured where they
+are installed; `pip install --target SITE wheels/*.whl` and PYTHONPATH=SITE bring them along.
+
+What the figures decide: a step in a CUDA graph far below the step itself means that the host is
+too slow; one GEMM below tiles raises `gemm_up_to`; the best of the blocks goes into `archs.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+if "--dry" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+import torch
+import torch.nn.functional as F
+from lib.problems import DIVERGENCES, LOSSES, OPTIONS, Spec, errors, make_inputs, tiny
+from lib.results import FOLDER, ROOT, device_name, source, versions, write
+from lib.tables import markdown, put
+from torch import Tensor
+
+import fusedce
+from fusedce.tools.bench import FLOOR
+
+DRY = "--dry" in sys.argv
+DEVICE = "cpu" if DRY else "cuda"
+OUT = Path(os.environ.get("OUT", FOLDER)) / "gpu.json"
+BEGIN = time.monotonic()
+Call = Callable[[], object]
+
+# (N, H, V): Llama 3 8B, Gemma 2 2B, Llama 3.2 1B, and a size that peers have published times of
+LLAMA, GEMMA, SMALL_LLAMA, PUBLISHED = SHAPES = (
+    (8192, 4096, 128256), (8192, 2304, 256000), (16384, 2048, 128256), (4096, 4096, 128256),
+)  # fmt: skip
+WIDE = [(8192, 5120, 151936), (8192, 8192, 128256), (2048, 4096, 128256), (4096, 896, 151936)]
+
+
+# ---- what is measured -----------------------------------------------------------------------
+
+
+def inputs(shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    spec = Spec(*shape, device=DEVICE)
+    hidden, weight, labels = make_inputs(tiny(spec)._replace(H=64) if DRY else spec)
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
+
+
+def training(loss: Callable[..., Tensor], h: Tensor, w: Tensor, y: Tensor) -> Call:
+    def call() -> None:
+        h.grad = w.grad = None
+        loss(h, w, y).backward()
+
+    return call
+
+
+def evaluation(loss: Callable[..., Any], h: Tensor, w: Tensor, y: Tensor) -> Call:
+    return torch.no_grad()(lambda: loss(h, w, y))
+
+
+def products(h: Tensor, w: Tensor, train: bool = True) -> Call:
+    """The bare products: one to the logits, and two to the gradients."""
+    h, w = h.detach(), w.detach()
+
+    def call() -> None:
+        z = torch.mm(h, w.t())
+        if train:
+            torch.mm(z, w)
+            torch.mm(z.t(), h)
+
+    return call
+
+
+def ours(h: Tensor, w: Tensor, y: Tensor, **options: Any) -> Tensor:
+    return fusedce.fused_ce(h, w, y, backend="triton" if DRY else None, **options).mean()
+
+
+def by_one_gemm(one_gemm: bool) -> Callable[..., Tensor]:
+    """Ours, the exponentials made by one GEMM of ours or by tiles of cuBLAS's."""
+    from fusedce.backends.triton import archs
+
+    row = archs.architecture(torch.device(DEVICE))
+    up_to = archs.EVERY_H if one_gemm else 0
+    row = row._replace(two_bytes=row.two_bytes._replace(gemm_up_to=up_to))
+
+    def loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        with mock.patch.object(archs, "architecture", return_value=row):
+            return ours(h, w, y)
+
+    return loss
+
+
+def graphed(call: Call) -> Call:
+    """The same step as a CUDA graph: what is left is the device's time."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+# ---- suites: problems, and for each the calls by name ---------------------------------------
+
+Problem = tuple[tuple[int, ...], dict[str, Call], float]  # shape, calls, FLOPs of the products
+
+
+def flops(shape: tuple[int, int, int], products: int) -> float:
+    N, H, V = shape
+    return 2.0 * products * N * H * V
+
+
+def suite_training() -> Iterator[Problem]:
+    for shape in SHAPES:
+        x = inputs(shape)
+        step = training(ours, *x)
+        calls = {FLOOR: products(*x[:2]), "fused_ce": step}
+        if not DRY:
+            calls["fused_ce in a CUDA graph"] = graphed(step)
+        yield shape, calls, flops(shape, 3)
+
+
+def suite_evaluation() -> Iterator[Problem]:
+    for shape in SHAPES:
+        x = inputs(shape)
+        calls = {FLOOR: products(*x[:2], train=False), "fused_ce": evaluation(ours, *x)}
+        yield shape, calls, flops(shape, 1)
+
+
+def suite_peers() -> Iterator[Problem]:
+    names = {
+        LLAMA: ["eager", "compiled eager", "Liger-Kernel", "cut-cross-entropy",
+                "cut-cross-entropy, exact", "QuACK", "Liger-Kernel, CuTe"],
+        GEMMA: ["eager", "cut-cross-entropy", "Liger-Kernel"],
+        PUBLISHED: ["eager", "compiled eager", "QuACK", "Liger-Kernel, CuTe"],
+    }  # fmt: skip
+    for shape, some in names.items():
+        x = inputs(shape)
+        calls = {FLOOR: products(*x[:2]), "fused_ce": training(ours, *x)}
+        torch.compiler.reset()
+        calls |= {name: training(LOSSES[name], *x) for name in some}
+        yield shape, calls, flops(shape, 3)
+
+
+def suite_ways() -> Iterator[Problem]:
+    for shape in (LLAMA, GEMMA, *WIDE):
+        x = inputs(shape)
+        calls = {FLOOR: products(*x[:2])}
+        calls |= {name: training(by_one_gemm(way), *x)
+                  for name, way in (("one GEMM", True), ("tiles", False))}  # fmt: skip
+        yield shape, calls, flops(shape, 3)
+
+
+def suite_blocks() -> Iterator[Problem]:
+    from fusedce.backends.triton import archs, forward
+    from fusedce.contract.problem import Problem as Inputs
+
+    B = functools.partial(archs.Blocks, DESCRIPTOR=True)
+    some = [archs.Blocks(32, 64, 32, 4, 1)] if DRY else [
+        B(128, 256, 64, 8, 3), B(128, 256, 64, 8, 4), B(128, 128, 64, 8, 4), B(256, 128, 64, 8, 3),
+        B(128, 256, 64, 8, 3, GROUP_N=8), B(128, 256, 64, 8, 3, GROUP_N=32),
+    ]  # fmt: skip
+    for shape in (LLAMA, GEMMA):
+        h, w, y = inputs(shape)
+        problem = Inputs(h.detach(), w.detach(), y)
+        calls = {FLOOR: products(h, w, train=False)}
+        for b in some:
+            calls[f"forward {tuple(b)}"] = functools.partial(forward.loss, problem, b)
+        yield shape, calls, flops(shape, 1)
+
+
+def suite_options() -> Iterator[Problem]:
+    x = inputs((4096, 2048, 128256))
+    calls = {FLOOR: products(*x[:2]), "fused_ce": training(ours, *x),
+             "eager": training(LOSSES["eager"], *x)}  # fmt: skip
+    calls |= {name: training(loss, *x) for name, loss in OPTIONS.items()}
+    yield (4096, 2048, 128256), calls, flops((4096, 2048, 128256), 3)
+
+
+def suite_divergences() -> Iterator[Problem]:
+    shape = (4096, 2048, 128256)
+    x = inputs(shape)
+    calls = {FLOOR: products(*x[:2])}
+    calls |= {name: training(loss, *x) for name, loss in DIVERGENCES.items()}
+    yield shape, calls, flops(shape, 3)
+
+
+def suite_classes() -> Iterator[Problem]:
+    shape = (4096, 2048, 128256)
+    x = inputs(shape)
+    calls = {
+        FLOOR: products(*x[:2], train=False),
+        "fused_argmax": evaluation(lambda h, w, y: fusedce.fused_argmax(h, w), *x),
+        "eager argmax": evaluation(lambda h, w, y: F.linear(h, w).argmax(-1), *x),
+        "fused_topk, 5": evaluation(lambda h, w, y: fusedce.fused_topk(h, w, 5), *x),
+        "eager top 5": evaluation(
+            lambda h, w, y: F.linear(h, w).float().log_softmax(-1).topk(5), *x
+        ),
+    }
+    yield shape, calls, flops(shape, 1)
+
+
+def suite_small() -> Iterator[Problem]:
+    for shape in ((64, 1024, 32000), (512, 2048, 32000), (2048, 896, 151936)):
+        x = inputs(shape)
+        calls = {FLOOR: products(*x[:2]), "fused_ce": training(ours, *x)}
+        calls |= {"eager": training(LOSSES["eager"], *x)}
+        yield shape, calls, flops(shape, 3)
+
+
+def suite_model() -> Iterator[Problem]:
+    """A step of a Llama of 1.2 billion parameters, untouched and with the head replaced."""
+    import transformers
+
+    sizes = [640, 64, 64, 1, 2, 1] if DRY else [128256, 2048, 8192, 16, 32, 8]
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+             "num_attention_heads", "num_key_value_heads")  # fmt: skip
+    config = transformers.LlamaConfig(
+        **dict(zip(names, sizes, strict=True)), tie_word_embeddings=True, use_cache=False
+    )
+    batch = (1, 32) if DRY else (4, 2048)
+    with torch.device(DEVICE):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config).bfloat16()
+    ids = torch.randint(config.vocab_size, batch, device=DEVICE)
+    replaced = False
+
+    def step(fused: bool) -> Call:
+        def call() -> None:
+            nonlocal replaced
+            if fused != replaced:
+                (fusedce.replace_loss_head if fused else fusedce.restore_loss_head)(model)
+                replaced = fused
+            model.zero_grad()
+            model(input_ids=ids, labels=ids).loss.backward()
+
+        return call
+
+    yield batch, {"untouched": step(False), "head replaced": step(True)}, 0.0
+
+
+SUITES: dict[str, tuple[Callable[[], Iterator[Problem]], int]] = {  # with seconds at most
+    "training": (suite_training, 60), "evaluation": (suite_evaluation, 40),
+    "peers": (suite_peers, 110), "ways": (suite_ways, 70), "blocks": (suite_blocks, 45),
+    "model": (suite_model, 60), "options": (suite_options, 70),
+    "divergences": (suite_divergences, 45), "classes": (suite_classes, 40),
+    "small": (suite_small, 40),
+}  # fmt: skip
+PARTS = {
+    "part1": ["tests", "training", "evaluation"],
+    "part2": ["peers", "ways", "blocks", "model"],
+    "part3": ["options", "divergences", "classes", "small"],
+}
+TESTS_LIMIT = 120
+
+
+# ---- measuring ------------------------------------------------------------------------------
+
+
+def burst(call: Call, seconds: float = 0.25, most: int = 10) -> tuple[float, float]:
+    """Milliseconds of a call on the device, and by the clock: medians, no wait between calls."""
+    begin = time.perf_counter()
+    call()
+    if DRY:
+        return (1e3 * (time.perf_counter() - begin),) * 2
+    torch.cuda.synchronize()
+    n = max(3, min(most, int(seconds / max(time.perf_counter() - begin, 1e-4))))
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(n)]
+    begin = time.perf_counter()
+    for first, last in marks:
+        first.record()
+        call()
+        last.record()
+    torch.cuda.synchronize()
+    wall = 1e3 * (time.perf_counter() - begin) / n
+    return sorted(a.elapsed_time(b) for a, b in marks)[n // 2], wall
+
+
+def peak(call: Call) -> int | None:
+    """MiB that a call holds at most beside what is there before and what it leaves."""
+    if DRY:
+        return None
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()  # with the gradients that a step leaves
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) // 2**20
+
+
+def clocks() -> str:
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,temperature.gpu",
+             "--format=csv,noheader"]  # fmt: skip
+    return "" if DRY else subprocess.run(query, capture_output=True, text=True).stdout.strip()
+
+
+def measure(calls: dict[str, Call], rounds: int) -> dict[str, dict[str, Any]]:
+    """A row for each call, by name; what fails says so in its row."""
+    rows: dict[str, dict[str, Any]] = {name: {} for name in calls}
+    for name, call in calls.items():
+        try:
+            begin = time.perf_counter()
+            call()
+            rows[name] = {"first_s": round(time.perf_counter() - begin, 2), "peak_mib": peak(call)}
+        except Exception as error:
+            rows[name] = {"failed": f"{type(error).__name__}: {str(error).strip()[:150]}"}
+    alive = [name for name in calls if "failed" not in rows[name]]
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in alive}
+    for turn in range(rounds):
+        at = turn % len(alive)
+        for name in alive[at:] + alive[:at]:
+            times[name].append(burst(calls[name]))
+    for name, found in times.items():
+        ms, wall = (sorted(x[i] for x in found)[len(found) // 2] for i in (0, 1))
+        rows[name] |= {"ms": round(ms, 3), "wall_ms": round(wall, 3)}
+    return rows
+
+
+def profile(call: Call) -> list[str]:
+    if DRY:
+        return []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        call()
+        torch.cuda.synchronize()
+    kernels = sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)[:12]
+    return [f"{e.self_device_time_total / 1e3:.2f} ms {e.count}x {e.key[:80]}" for e in kernels]
+
+
+def load() -> dict[str, Any]:
+    """What was measured on this device with these versions; else nothing."""
+    now = {"device": device_name(DEVICE), "versions": versions(), "rows": []}
+    if OUT.exists():
+        old = json.loads(OUT.read_text())
+        if (old["device"], old["versions"]) == (now["device"], now["versions"]):
+            return old
+    return now
+
+
+def run_suite(suite: str) -> None:
+    """Measure the problems that the file lacks, and write each as it is known."""
+    for shape, calls, work in SUITES[suite][0]():
+        data = load()
+        mine = {"suite": suite, "shape": list(shape), "source": source()}
+        if any(row | mine == row for row in data["rows"]):
+            print(f"  {suite} {shape}: measured already", flush=True)
+            continue
+        rows = measure(calls, 1 if DRY else 4)
+        floor = rows.get(FLOOR, {}).get("ms")
+        lines = []
+        for name, row in rows.items():
+            if floor and "ms" in row:
+                row["over_products"] = round(row["ms"] / floor, 3)
+                row["tflops"] = round(work / row["ms"] / 1e9)
+            lines.append(mine | {"name": name, **row})
+            print(f"  {suite} {shape} {name}: {row}", flush=True)
+        mine["date"] = datetime.date.today().isoformat()
+        own = {"clocks": clocks()}
+        if suite == "training":
+            own["profile"] = profile(calls["fused_ce"])
+        if suite == "peers":  # relative errors against float64, of a few hundred tokens
+            few = Spec(*shape, device=DEVICE)._replace(N=512)
+            for line in lines:
+                if "ms" in line:
+                    line["errors"] = errors(line["name"], tiny(few)._replace(H=64) if DRY else few)
+        kept = [r for r in data["rows"] if (r["suite"], r["shape"]) != (suite, list(shape))]
+        data["rows"] = kept + [line | own | mine for line in lines]
+        write(OUT, data)
+        calls.clear()
+        if not DRY:
+            torch.cuda.empty_cache()
+
+
+# ---- the parts ------------------------------------------------------------------------------
+
+
+def limited(command: list[str], seconds: float, **more: Any) -> tuple[bool, str]:
+    """Whether a command ends well within its limit, and its output if ``stdout`` is a pipe."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, text=True, timeout=seconds, **more)
+        return done.returncode == 0, done.stdout or ""
+    except subprocess.TimeoutExpired as late:
+        print(f"killed after {seconds:.0f} s", flush=True)
+        return False, late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
+
+
+def tests() -> bool:
+    """`tests/gpu`, a process for each file of it."""
+    # Not the root on sys.path: there the folder kernels/ hides the Hugging Face package.
+    code = "import sys; del sys.path[0]; import pytest; sys.exit(pytest.main())"
+    chosen = ["-m", "not slow"] if DRY else []
+    well, said = limited(
+        [sys.executable, "-c", code, "-q", "-n", "2" if DRY else "8", "--dist", "loadfile",
+         "-p", "no:cacheprovider", *chosen, "tests/gpu"],
+        10 * TESTS_LIMIT if DRY else TESTS_LIMIT, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    last = said.strip().splitlines()[-40:]
+    print("\n".join(line for line in last if not line.startswith("SKIPPED")), flush=True)
+    today = datetime.date.today().isoformat()
+    found = {"said": last[-1] if last else "", "source": source(), "date": today}
+    write(OUT, load() | {"tests": found})
+    return well
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", nargs="+", help="part1 to part3, tests, or suites; or table FILE")
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--page", type=Path, help="page whose marked tables to rewrite")
+    args = parser.parse_args()
+    if args.what[0] == "table":
+        tables(json.loads(Path(args.what[1]).read_text()), args.page)
+        return 0
+    if args.what[0] == "suite":
+        run_suite(args.what[1])
+        return 0
+    chosen = [name for what in args.what for name in PARTS.get(what, [what])]
+    unknown = [name for name in chosen if name not in SUITES and name != "tests"]
+    if unknown:
+        print(f"no suite {', '.join(unknown)}: one of {', '.join([*PARTS, 'tests', *SUITES])}",
+              file=sys.stderr)  # fmt: skip
+        return 2
+    failed = []
+    with tempfile.TemporaryDirectory() as lib:
+        os.symlink(ROOT / "fusedce", Path(lib) / "fusedce")
+        paths = [lib, str(ROOT / "bench"), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = ":".join(p for p in paths if p)
+        for name in chosen:
+            print(f"== {name} (+{time.monotonic() - BEGIN:.0f} s)", flush=True)
+            if name == "tests":
+                well = tests()
+            else:
+                limit = SUITES[name][1] * (10 if DRY else 1)
+                command = [sys.executable, __file__, "suite", name, *(["--dry"] if DRY else [])]
+                well = limited(command, limit)[0]
+            failed += [] if well else [name]
+    print(f"== done in {time.monotonic() - BEGIN:.0f} s; {OUT}")
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return bool(failed)
+
+
+# ---- tables ---------------------------------------------------------------------------------
+
+
+def tables(data: dict[str, Any], page: Path | None) -> None:
+    """Print the suites as Markdown, or write them into the page's places ``<!-- gpu SUITE -->``."""
+    rows = data["rows"]
+    known = ", ".join(f"{k} {v}" for k, v in data["versions"].items() if v != "not installed")
+    for suite in dict.fromkeys(row["suite"] for row in rows):
+        mine = [row for row in rows if row["suite"] == suite]
+        cells = [
+            {
+                "N, H, V": ", ".join(map(str, row["shape"])),
+                "": row["name"],
+                "ms": f"{row['ms']:.3g}" if "ms" in row else row["failed"].split(":")[0],
+                "/ bare products": f"{row['over_products']:.2f}" if "over_products" in row else "",
+                "TFLOP/s": row.get("tflops") or "",
+                "peak MiB": "" if row.get("peak_mib") is None else f"{row['peak_mib']:,}",
+                "largest error": f"{max(row['errors'].values()):.1e}" if row.get("errors") else "",
+            }
+            for row in mine
+            if "ModuleNotFoundError" not in row.get("failed", "")
+        ]
+        dates = sorted({row["date"] for row in mine})
+        body = f"{markdown(cells, once=('N, H, V',))}\n\n{data['device']}; {known}; {dates[-1]}"
+        if page is None:
+            print(f"\n## {suite}\n\n{body}")
+        elif f"<!-- gpu {suite} -->" in page.read_text():
+            put(page, f"gpu {suite}", body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

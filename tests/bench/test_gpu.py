@@ -1,0 +1,76 @@
+"""`bench/gpu.py` runs to its end without a GPU: tiny problems, interpreted, peers stubbed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STUBS = Path(__file__).parent / "stubs"
+
+
+def run(*arguments, out):
+    env = os.environ | {"OUT": str(out), "PYTHONPATH": str(STUBS), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "bench/gpu.py", *arguments],
+        cwd=ROOT, env=env, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def rows(out):
+    return json.loads((out / "gpu.json").read_text())["rows"]
+
+
+def test_a_suite_that_does_not_exist_is_refused_before_anything_runs(tmp_path):
+    done = run("--dry", "evaluation", "tiem", out=tmp_path)
+    assert done.returncode == 2
+    assert "no suite tiem: one of part1, part2, part3, tests, training" in done.stderr
+    assert "==" not in done.stdout
+
+
+def test_a_suite_that_is_run_again_measures_what_is_left(tmp_path):
+    first = run("--dry", "evaluation", out=tmp_path)
+    assert first.returncode == 0, first.stdout + first.stderr
+    found = rows(tmp_path)
+    assert {row["name"] for row in found} == {"bare GEMMs", "fused_ce"}
+    assert all(row["ms"] > 0 for row in found)
+    kept = [row for row in found if row["shape"] != [8192, 2304, 256000]]
+    data = json.loads((tmp_path / "gpu.json").read_text()) | {"rows": kept}
+    (tmp_path / "gpu.json").write_text(json.dumps(data))
+    again = run("--dry", "evaluation", out=tmp_path)
+    assert again.stdout.count("measured already") == 3
+    assert len(rows(tmp_path)) == len(found)
+    assert [row for row in rows(tmp_path) if row in kept] == kept
+
+
+def test_limits_of_the_parts_sum_to_a_quarter_of_an_hour():
+    code = "import gpu; print(*(sum(gpu.SUITES.get(s, (0, gpu.TESTS_LIMIT))[1] for s in p) "
+    code += "for p in gpu.PARTS.values()))"
+    env = os.environ | {"PYTHONPATH": str(ROOT / "bench")}
+    said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    limits = [int(x) for x in said.stdout.split()]
+    assert len(limits) == 3, said.stderr
+    assert all(x <= most for x, most in zip(limits, (300, 300, 240), strict=True)), limits
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_dry_run_of_every_suite_and_the_tables_of_it(tmp_path):
+    every = ("training", "peers", "ways", "blocks", "model", "options", "divergences", "classes",
+             "small")  # fmt: skip
+    done = run("--dry", *every, out=tmp_path)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    found = rows(tmp_path)
+    assert {row["suite"] for row in found} == set(every)
+    assert [row for row in found if "failed" in row] == []  # peers by way of their stubs
+    peers = {row["name"] for row in found if row["suite"] == "peers"}
+    assert {"Liger-Kernel", "QuACK", "cut-cross-entropy, exact", "compiled eager"} <= peers
+    page = tmp_path / "page.md"
+    page.write_text("<!-- gpu ways -->\n<!-- end -->\n")
+    assert (
+        run("table", str(tmp_path / "gpu.json"), "--page", str(page), out=tmp_path).returncode == 0
+    )
+    assert "| one GEMM" in page.read_text()

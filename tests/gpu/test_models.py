@@ -1,0 +1,86 @@
+"""A replaced head, the accumulator and the trainer's mixin on a device."""
+
+import pytest
+import torch
+from support.bounds import same_model
+from support.device import current
+
+import fusedce
+from fusedce.testing import Case
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.gpu
+SIZES = {"vocab_size": 3001, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODELS = {
+    "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        **SIZES, intermediate_size=256, num_key_value_heads=2, use_cache=False)),
+    "Gemma2": lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(
+        **SIZES, intermediate_size=256, num_key_value_heads=2, head_dim=64, use_cache=False,
+        attn_implementation="eager")),
+    "GPT2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=3001, n_embd=256, n_layer=2, n_head=4, use_cache=False,
+        embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_replaced_head_trains_as_the_untouched_model(name, dtype):
+    torch.manual_seed(0)
+    model = MODELS[name]().to(current(), dtype).train()
+    ids = torch.randint(3001, (2, 64), device=current())
+    found = []
+    for fused in (False, True):
+        if fused:
+            fusedce.replace_loss_head(model)
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        grads = torch.cat([p.grad.flatten() for p in model.parameters()])
+        found.append((loss.detach().float(), grads))
+    (stock, stock_grads), (ours, grads) = found
+    assert fusedce.head_report(model).logits_made == 0
+    roundings = 8 if dtype is torch.float32 else 4
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(ours, stock, rtol=roundings * eps, atol=0)
+    assert (grads - stock_grads).norm() <= roundings * eps * stock_grads.norm() + 1e-5
+
+
+@pytest.mark.parametrize("declared", [True, False], ids=["declared", "streaming"])
+def test_micro_batches_are_the_whole_batch(declared):
+    hidden, weight, labels, _ = Case((300,), 256, 3001, ignored=0.25).tensors(current())
+    weight.requires_grad_()
+    fusedce.fused_ce(hidden, weight, labels).mean().backward()
+    whole, weight.grad = weight.grad, None
+    parts = [slice(0, 5), slice(5, 20), slice(20, None)]
+    acc = fusedce.LossAccumulator([weight])
+    if declared:
+        counts = [int((labels[part] != -100).sum()) for part in parts]
+        with acc.window(counts):
+            for part in parts:
+                acc.backward(fusedce.fused_ce(hidden[part], weight, labels[part]))
+    else:
+        for part in parts:
+            acc.backward(fusedce.fused_ce(hidden[part], weight, labels[part]))
+        acc.finish()
+    same_model(weight.grad, whole)
+    assert acc.metrics()["n_tokens"] == int((labels != -100).sum())
+
+
+def test_a_step_of_the_trainer_with_the_mixin(tmp_path):
+    class Trainer(fusedce.FusedTrainerMixin, transformers.Trainer):
+        pass
+
+    torch.manual_seed(0)
+    model = MODELS["Llama"]().to(current())
+    rows = [{"input_ids": x, "labels": x} for x in torch.randint(3001, (8, 32)).tolist()]
+    args = transformers.TrainingArguments(
+        tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2,
+        report_to=[], logging_steps=1, save_strategy="no",
+    )  # fmt: skip
+    trainer = Trainer(model, args, train_dataset=rows)
+    trainer.train()
+    logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert len(logged) == 2
+    assert all(abs(loss - 8.0) < 0.5 for loss in logged)  # log(3001), untrained
+    assert fusedce.head_report(model).logits_made == 0
