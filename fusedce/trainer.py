@@ -20,14 +20,15 @@ from torch import Tensor
 
 from fusedce.accumulate.engines import AccelerateEngine, token_ranks_of
 from fusedce.accumulate.meter import LossMeter
-from fusedce.contract.checks import check_flag
+from fusedce.contract.checks import check_flag, memory_budget_of
 from fusedce.head.observe import LossObserver
-from fusedce.head.replace import replace_loss_head
+from fusedce.head.replace import head_report, replace_loss_head
 
 logger = logging.getLogger(__name__)
 
 # Classes whose loss the mixin replaces.
 _CROSS_ENTROPY = (("transformers", "Trainer"), ("trl", "SFTTrainer"))
+_SAME = {True: 1e-4, False: 1e-2}  # in float32 or not: losses that differ by less are the same
 MONITORED = ("correct", "entropy")  # sums that the fused loss also computes, for the statistics
 
 
@@ -35,7 +36,7 @@ class FusedTrainerMixin:
     """``class MyTrainer(FusedTrainerMixin, Trainer)``: the fused loss, one denominator per step.
 
     It works with ``transformers.Trainer`` and ``trl.SFTTrainer``, and changes the following for
-    every model whose loss is an ``F.cross_entropy`` of its output head:
+    every model whose loss is one ``F.cross_entropy`` of its output head:
 
     * the head is replaced (:func:`fusedce.replace_loss_head`): no logits in training or evaluation;
     * the gradient of an optimizer step is that of ``sum of loss_sum / sum of n_valid`` over its
@@ -49,6 +50,12 @@ class FusedTrainerMixin:
       that are repeated to fill the last batch of a distributed evaluation are not counted twice;
     * in packed batches (``position_ids`` that restart, without ``attention_mask``) no token is
       trained across a document's border.
+
+    Any other mean over labels is counted as well, with a warning that says why nothing is saved:
+    DoRA and other adapters of the head, several losses, models without an output head
+    (classification). Each micro-batch's own loss, times its labels, is divided by those of the
+    step. Terms that are no mean over these labels (auxiliary losses, heads that predict other
+    tokens) are then weighed by labels, too; with one micro-batch the loss is the model's own.
 
     TRL's SFTTrainer installs a fused head of its own, which bypasses the model's loss and guesses
     its scales from the configuration; here the model's own loss runs instead. ``entropy`` (nats),
@@ -66,9 +73,9 @@ class FusedTrainerMixin:
 
     Raises (when training begins):
         TypeError: an attribute has another type.
-        ValueError: the model's loss is not one fused cross-entropy (its logits go elsewhere), or a
-            setting defines another loss: ``compute_loss_func``, ``label_smoothing_factor``,
-            TRL's ``loss_type`` other than "nll".
+        ValueError: the model's loss is a sum, or does not depend on its labels; or a setting
+            defines another loss: ``compute_loss_func``, ``label_smoothing_factor``, TRL's
+            ``loss_type`` other than "nll".
         RuntimeError: several GPUs in one process (``nn.DataParallel``); at a logging step, the
             model's loss has counted other tokens than the labels hold.
 
@@ -127,7 +134,8 @@ class FusedTrainerMixin:
                 "FusedTrainerMixin replaces the fused head of TRL's SFTTrainer: the loss is the "
                 "model's own, computed by fusedce."
             )
-        replace_loss_head(self.model, memory_budget=self.memory_budget)
+        memory_budget_of(self.memory_budget)
+        self._refusal = self._replace_head()
         self.model_accepts_loss_kwargs = False  # the model's loss is always a mean
         self._eval_totals: LossMeter | None = None
         self._evaluated: Any = None  # outputs of an evaluation's last forward
@@ -141,7 +149,9 @@ class FusedTrainerMixin:
         self._declared: Tensor | int = 0
         self._run_sum, self._run_count = 0.0, 0
         self._train_stats = self._stats = self._new_stats()
-        self._shift: int | None = None  # a `model_init` makes another model for each run
+        # Both are found at the first batch; a `model_init` makes another model for each run.
+        self._shift: int | None = None
+        self._by_labels = False  # whether labels are counted, since the loss is not one fused loss
 
     def _new_meter(self) -> LossMeter:
         return LossMeter(process_group=token_ranks_of(self.accelerator))
@@ -164,9 +174,7 @@ class FusedTrainerMixin:
         count = torch.zeros((), dtype=torch.int64, device=device)
         for batch in batch_samples:
             _mask_borders(batch, self._shift_of)
-            labels = batch.get("shift_labels")
-            labels = batch["labels"][..., shift:] if labels is None else labels
-            count += labels.ne(-100).sum().to(device)
+            count += _n_labels(batch, shift).to(device)
         self._declared = self._declared + count
         return self._sum_over_ranks(count)
 
@@ -186,6 +194,10 @@ class FusedTrainerMixin:
         if getattr(self, "aux_loss_enabled", False):  # SFTTrainer's switch for MoE models
             inputs = {**inputs, "output_router_logits": True}
         _mask_borders(inputs, self._shift_of)
+        if self._by_labels and self._eval_totals is None:
+            outputs = model(**inputs)
+            loss = self._by_count(_loss_of(outputs), inputs, denominator)
+            return (loss, outputs) if return_outputs else loss
         outer = LossObserver.current.get()  # of prediction_step, which counts what it has seen
         with (
             self._observed(denominator) if outer is None else contextlib.nullcontext(outer) as (
@@ -203,8 +215,26 @@ class FusedTrainerMixin:
                 f"no token was counted: code that patches the model's forward bypasses the head. "
                 f"Was it patched by Liger (apply_liger_kernel_to_...)? Leave its patch out"
             )
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        loss = _loss_of(outputs)
         return (loss, outputs) if return_outputs else loss
+
+    def _by_count(
+        self, mean: Tensor, inputs: Mapping[str, Any], denominator: Tensor | None = None
+    ) -> Tensor:
+        """Count the mean of a loss that is not fused, times its tokens; that over ``denominator``.
+
+        Without one, as in a call of a user's own, it is the mean.
+        """
+        n = _n_labels(inputs, self._shift_of(dict(inputs)))
+        total = torch.where(n.to(mean.device) > 0, mean, 0) * n.to(mean.device)  # NaN of no tokens
+        evaluating = self._eval_totals is not None
+        if evaluating or denominator is not None:
+            totals = self._eval_totals if self._eval_totals is not None else self._train_totals
+            totals.update((total.detach(), n))
+            self._has_evaluated = evaluating
+            if self._stats is not None:
+                self._stats.add(None, inputs, None)
+        return mean if denominator is None else total / denominator.to(mean.device)
 
     def _observed(self, denominator: Tensor | None = None) -> LossObserver:
         return LossObserver(denominator, monitor=MONITORED if self._stats else ())
@@ -295,10 +325,18 @@ class FusedTrainerMixin:
                 return FusedTrainerMixin.prediction_step(self, model, inputs, *args, **kwargs)
         if "labels" in inputs or "shift_labels" in inputs:
             inputs = dict(AccelerateEngine(self.accelerator).without_repeats(inputs))
+            _mask_borders(inputs, self._shift_of)
         self._evaluated = None
         with self._observed() as observer:
             predicted = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        self._count(observer, inputs, self._evaluated)
+        loss = predicted[0]
+        # Without training before it, the model's loss is not known yet.
+        if loss is not None and self._shift is None and _reductions(observer) != ["mean"]:
+            self._shift_of(inputs)
+        if self._by_labels and loss is not None:
+            self._by_count(loss, inputs)
+        else:
+            self._count(observer, inputs, self._evaluated)
         self._evaluated = None
         return predicted
 
@@ -309,31 +347,108 @@ class FusedTrainerMixin:
             self._shift = self._find_shift(batch)
         return self._shift
 
+    def _replace_head(self) -> str | None:
+        """Replace the model's head; else say why not."""
+        try:
+            replace_loss_head(self.model, memory_budget=self.memory_budget)
+        except (TypeError, ValueError) as why:
+            return str(why).partition(". ")[0]  # what comes then is a remedy in another call
+        return None
+
     @torch.no_grad()
     def _find_shift(self, batch: dict[str, Any]) -> int:
-        """Number of labels of a row that the model's loss leaves out: 1 if it shifts, else 0."""
+        """Number of labels of a row that the model's loss leaves out: 1 if it shifts, else 0.
+
+        It also finds out whether the loss is one fused cross-entropy. If not, the model's own mean
+        is what is trained, times the number of its labels, and labels are counted.
+        """
         # The whole batch, since image tensors are not divided into its rows.
         inputs = self._prepare_inputs(dict(batch))
         name = "shift_labels" if "shift_labels" in inputs else "labels"
         if name not in inputs:
             raise ValueError(f"the batches must hold labels, got {sorted(batch)}")
-        inputs[name] = inputs[name].clamp(min=0)
+        labels = inputs[name]
+        whole = not labels.is_floating_point()
+        inputs[name] = labels.clamp(min=0) if whole else labels
         model: Any = self.model
-        replace_loss_head(model, memory_budget=self.memory_budget)
+        self._refusal = self._replace_head()
         training = model.training
         model.eval()
         try:
             with LossObserver() as observer, self.compute_loss_context_manager():
-                model(**inputs)
-            if (found := [reduction for *_, reduction in observer.losses]) != ["mean"]:
-                raise ValueError(
-                    f"the loss of {type(model).__name__} must be one fused F.cross_entropy of its "
-                    f"output head with reduction 'mean', but there were {found}: use the stock "
-                    f"Trainer"
-                )
+                outputs = model(**inputs)
+            self._by_labels = _reductions(observer) != ["mean"]
+            if not self._by_labels:
+                return (labels.numel() - int(observer.losses[0][1])) // len(labels)
+            exact, shift = True, 0
+            if whole and labels.dim() > 1:
+                exact, shift = self._probe(inputs, name, float(_loss_of(outputs)))
+            self._warn_of_unfused(observer, exact)
+            return shift
         finally:
             model.train(training)
-        return (inputs[name].numel() - int(observer.losses[0][1])) // len(inputs[name])
+
+    def _probe(self, inputs: dict[str, Any], name: str, loss: float) -> tuple[bool, int]:
+        """Whether a loss is the mean over its labels, and the shift, from a few more forwards.
+
+        Raises:
+            ValueError: it is their sum, or does not depend on them.
+        """
+        labels = inputs[name]
+        positions = torch.arange(labels.shape[-1], device=labels.device)
+
+        def of(used: Tensor) -> float:
+            given = {**inputs, name: labels.masked_fill(~used, -100)}
+            with self.compute_loss_context_manager():
+                return float(_loss_of(self.model(**given)))
+
+        # A first label that the loss does not read is as good as none: NaN, usually.
+        first, none = of(positions == 0), of(positions < 0)
+        if none == loss:
+            raise ValueError(
+                f"the loss of {type(self.model).__name__} does not depend on its labels, so that "
+                f"these do not count what it is a mean of: use the stock Trainer"
+            )
+        shift = int(name == "labels" and (first == none or (first != first and none != none)))
+        odd = positions % 2 == 1
+        n_odd, n_even = int(odd[shift:].sum()), int((~odd)[shift:].sum())
+        config = getattr(self.model, "config", None)
+        if getattr(config, "is_encoder_decoder", False) or not n_odd or not n_even:
+            return True, shift  # its labels are inputs, too
+        low = self.args.bf16 or self.args.fp16
+        same = abs(loss) * _SAME[not low and next(self.model.parameters()).dtype == torch.float32]
+        of_odd, of_even = of(odd), of(~odd)
+        mean = (n_odd * of_odd + n_even * of_even) / (n_odd + n_even)
+        if abs(mean - loss) <= same:
+            return True, shift
+        if abs(of_odd + of_even - loss) <= same:
+            raise ValueError(
+                f"the loss of {type(self.model).__name__} is a sum over its labels, which Trainer "
+                f"would not divide: return its mean, or use a loop with a LossAccumulator"
+            )
+        return False, shift
+
+    def _warn_of_unfused(self, observer: LossObserver, exact: bool) -> None:
+        """Say once, on the first rank, what is not saved and what is approximate."""
+        report = head_report(self.model)
+        seen = len(observer.losses)
+        why = (
+            self._refusal
+            or "; ".join([*report.notes, *(f"{p.operation} at {p.line}" for p in report.places)])
+            if not seen
+            else f"it has {seen} fused losses, of reductions {_reductions(observer)}"
+        )
+        logger.warning(
+            "FusedTrainerMixin counts the tokens of %s by its labels: each micro-batch's own loss "
+            "times its tokens, over those of the step. What is not one fused loss saves no memory "
+            "(%s).%s",
+            type(self.model).__name__,
+            why or "no F.cross_entropy of its output head was seen",
+            ""
+            if exact and seen < 2
+            else " The loss is no mean over these labels alone, as with "
+            "several terms of other counts: their weights are approximate.",
+        )
 
     def _parallel_size(self, *kinds: str) -> int:
         """The product of the sizes of these kinds of parallelism, as Trainer tells them."""
@@ -360,6 +475,23 @@ def check_behind(trainer: object, mixin: type, name: str) -> None:
         )
 
 
+def _reductions(observer: LossObserver) -> list[str]:
+    return [reduction for *_, reduction in observer.losses]
+
+
+def _loss_of(outputs: Any) -> Tensor:
+    loss: Tensor = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+    return loss
+
+
+def _n_labels(batch: Mapping[str, Any], shift: int) -> Tensor:
+    """``()`` int64: labels of a batch that its loss reads."""
+    labels = batch.get("shift_labels")
+    labels = batch["labels"] if labels is None else labels
+    labels = labels[..., shift:] if "shift_labels" not in batch and shift else labels
+    return labels.ne(-100).sum()
+
+
 class TokenStats:
     """Statistics of a logging interval or an evaluation.
 
@@ -374,8 +506,8 @@ class TokenStats:
         # that are no padding, auxiliary loss
         self.sums: list[Tensor] = []
 
-    def add(self, observer: LossObserver, inputs: Mapping[str, Any], outputs: Any) -> None:
-        """Add a micro-batch; this makes no collective."""
+    def add(self, observer: LossObserver | None, inputs: Mapping[str, Any], outputs: Any) -> None:
+        """Add a micro-batch; this makes no collective. Without observer, only count its tokens."""
         mask = inputs.get("attention_mask")
         if mask is not None:
             tokens = mask.sum()
@@ -384,10 +516,11 @@ class TokenStats:
             tokens = torch.tensor(ids.numel(), device=ids.device)
         sums = torch.zeros(5, dtype=torch.float64, device=tokens.device)
         sums[3] += tokens
-        for (_, n_valid, _), monitors in zip(observer.losses, observer.monitors, strict=True):
+        losses, monitored = (observer.losses, observer.monitors) if observer else ([], [])
+        for (_, n_valid, _), monitors in zip(losses, monitored, strict=True):
             found = (n_valid, monitors["correct"], monitors["entropy"])
             sums[:3] += torch.stack([x.double() for x in found]).to(sums.device)
-        if getattr(self.trainer, "aux_loss_enabled", False):
+        if outputs is not None and getattr(self.trainer, "aux_loss_enabled", False):
             sums[4] += outputs.aux_loss.detach().to(sums.device)
         self.sums.append(sums)
 
@@ -405,10 +538,10 @@ class TokenStats:
         by_batch = trainer.accelerator.reduce(by_batch, "sum") / trainer._parallel_size("tp")
         n, correct, entropy, tokens, aux = by_batch.cpu().unbind(1)
         self.sums = []
-        found = {
-            "mean_token_accuracy": float((correct / n.clamp(min=1)).mean()),
-            "entropy": float((entropy / n.clamp(min=1)).mean()),
-        }
+        found: dict[str, float] = {}
+        if not trainer._by_labels:
+            found["mean_token_accuracy"] = float((correct / n.clamp(min=1)).mean())
+            found["entropy"] = float((entropy / n.clamp(min=1)).mean())
         if self.of_trl or not prefix:  # tokens of training without padding; a resumed run goes on
             history = reversed(trainer.state.log_history)
             before = next((log["num_tokens"] for log in history if "num_tokens" in log), 0)

@@ -104,14 +104,24 @@ def fused_topk(
     if not 1 <= k <= V:
         raise ValueError(f"k must be in [1, V] with V={V} (from weight), got {k}")
     resolve_backend(problem.backend, problem.hidden)
-    with torch.no_grad(), torch.autocast(problem.hidden.device.type, enabled=False):
-        found = tokens.own(*_walk(problem, k, shard))
-    logprob, index = (x.view(*local_of(hidden).shape[:-1], k) for x in found)
-    if differentiable:
-        logprob = fused_logprobs(
+    shape = (*local_of(hidden).shape[:-1], k)
+
+    def with_gradient(index: Tensor) -> Tensor:
+        return fused_logprobs(
             hidden, weight, index, temperature=temperature, process_group=process_group,
             tokens_sharded=tokens_sharded, vocab_size=vocab_size, **options,
         ).logprob  # fmt: skip
+
+    try:
+        with torch.no_grad(), torch.autocast(problem.hidden.device.type, enabled=False):
+            found = tokens.own(*_walk(problem, k, shard))
+    except ValueError:
+        if differentiable and problem.memory_budget is not None and shard is None:
+            with_gradient(problem.labels.new_zeros(shape))  # names the larger least budget
+        raise
+    logprob, index = (x.view(shape) for x in found)
+    if differentiable:
+        logprob = with_gradient(index)
     return TopK(logprob, index)
 
 

@@ -1,5 +1,7 @@
 """fused_topk equals `torch.topk` of all log-probabilities; test_sharded.py has it over ranks."""
 
+import re
+
 import pytest
 import torch
 from support.bounds import EXACT, errs_like, in_float64
@@ -141,3 +143,20 @@ def test_logprobs_of_the_classes_found_are_the_same():
     torch.testing.assert_close(
         found.logprob, fused_logprobs(hidden, weight, found.index).logprob, **EXACT
     )
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("k", [1, 40])
+def test_the_least_budget_that_is_named_is_enough(trained, k):
+    """With gradients too, whose own pass and backward hold more."""
+    hidden = torch.randn(300, 64).requires_grad_(trained)
+    weight = torch.randn(5000, 64).requires_grad_(trained)
+    with pytest.raises(ValueError, match="memory_budget must be at least") as refused:
+        fused_topk(hidden, weight, k, memory_budget=1)
+    least = int(re.search(r"at least (\d+) bytes", str(refused.value))[1])
+    out = fused_topk(hidden, weight, k, memory_budget=least)
+    if trained:
+        out.logprob.sum().backward()
+        assert hidden.grad is not None
+    with pytest.raises(ValueError, match=f"at least {least} bytes"):
+        fused_topk(hidden, weight, k, memory_budget=least - 1)

@@ -268,14 +268,14 @@ def test_another_loss_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (lambda z, y: -z.log_softmax(-1)[..., 0].mean(), r"one fused .* there were \[\]"),
+        (lambda z, y: -z.log_softmax(-1)[..., 0].mean(), "does not depend on its labels"),
         (
             lambda z, y: F.cross_entropy(z, y, reduction="sum"),
-            r"reduction 'mean', but there were \['sum'\]",
+            "the loss of Own is a sum over its labels",
         ),
     ],
 )
-def test_a_loss_that_is_not_fused_is_refused(loss, words, tmp_path):
+def test_a_loss_that_would_be_trained_wrongly_is_refused(loss, words, tmp_path):
     class Own(LlamaForCausalLM):
         def forward(self, input_ids, labels=None):
             output = super().forward(input_ids)

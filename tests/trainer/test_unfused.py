@@ -1,0 +1,208 @@
+"""Where the loss is not one fused loss, the mixin counts tokens all the same, and says so."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.bounds import SAME_MODEL
+from support.tiny_trainer import (
+    Dataset,
+    FusedTrainer,
+    V,
+    arguments,
+    llama,
+    sharpened,
+    train,
+    true_mean,
+)
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForTokenClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Trainer,
+)
+from transformers.modeling_outputs import CausalLMOutput
+
+from fusedce import head_report
+
+DATA = Dataset(8)
+
+
+def dora():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=4, use_dora=True, target_modules=["lm_head", "q_proj"], init_lora_weights=False
+    )
+    torch.manual_seed(0)
+    return peft.get_peft_model(sharpened(), config)
+
+
+class Means(nn.Module):
+    """A model with losses of its own from a body and heads, none of them F.cross_entropy."""
+
+    def __init__(self, reduction="mean", shift=1, terms=1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.lm_head = nn.Embedding(V, 16), nn.Linear(16, V)
+        self.lm_head.weight.data.mul_(20)
+        self.reduction, self.shift, self.terms = reduction, shift, terms
+
+    def forward(self, input_ids, labels=None):
+        logits = self.lm_head(self.body(input_ids))
+        loss = 0
+        for ahead in range(self.shift, self.shift + self.terms):
+            logprobs = logits[:, : logits.shape[1] - ahead].log_softmax(-1)
+            loss = loss + F.nll_loss(
+                logprobs.flatten(0, 1), labels[:, ahead:].flatten(), reduction=self.reduction
+            )
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+class TwoLosses(Means):
+    """Two fused losses: of the next token, and of the one after it."""
+
+    def forward(self, input_ids, labels=None):
+        logits = self.lm_head(self.body(input_ids))
+        losses = [
+            F.cross_entropy(logits[:, :-n].flatten(0, 1), labels[:, n:].flatten()) for n in (1, 2)
+        ]
+        return CausalLMOutput(loss=losses[0] + 0.3 * losses[1], logits=logits)
+
+
+def one_and_many(make, tmp_path, caplog, data=DATA, **kwargs):
+    """Losses and norms of one batch of 8, and of 8 micro-batches of one row."""
+    outcomes = []
+    for size, steps in ((8, 1), (1, 8)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="fusedce.trainer"):
+            trainer, losses, seen, _ = train(
+                FusedTrainer, make(), arguments(tmp_path, size, steps), train_dataset=data,
+                eval_dataset=data, **kwargs,
+            )  # fmt: skip
+        outcomes.append((losses, seen.norms, trainer))
+    warnings = [r.getMessage() for r in caplog.records if "counts the tokens" in r.getMessage()]
+    assert len(warnings) == 1  # once
+    return *outcomes, warnings[0]
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_loss_of_other_code(tmp_path, caplog, shift):
+    """Micro-batches train as one batch; loss, gradient and evaluation are the token mean's."""
+    one, many, warning = one_and_many(lambda: Means(shift=shift), tmp_path, caplog)
+    assert many[0] == pytest.approx(one[0], rel=10 * SAME_MODEL)
+    assert many[1] == pytest.approx(one[1], rel=100 * SAME_MODEL)
+    batch = torch.utils.data.default_collate(DATA.rows)
+    assert many[0][0] == pytest.approx(float(Means(shift=shift)(**batch).loss), rel=SAME_MODEL)
+    assert "saves no memory" in warning
+    assert "approximate" not in warning
+    for size in (1, 3, 8):
+        args = arguments(tmp_path, per_device_eval_batch_size=size)
+        logs = FusedTrainer(model=Means(shift=shift), args=args, eval_dataset=DATA).evaluate()
+        assert logs["eval_loss"] == pytest.approx(many[0][0], rel=SAME_MODEL)
+
+
+def test_dora_on_the_head(tmp_path, caplog):
+    """The first loss is the token mean; the reason stands in the warning and in the report."""
+    one, many, warning = one_and_many(dora, tmp_path, caplog)
+    assert many[0][0] == pytest.approx(true_mean(dora(), DATA), rel=10 * SAME_MODEL)
+    assert many[0] == pytest.approx(one[0], rel=100 * SAME_MODEL)
+    assert many[1] == pytest.approx(one[1], rel=1e3 * SAME_MODEL)
+    report = head_report(many[2].model)
+    assert report.losses_fused == 0
+    assert report.logits_made > 0
+    assert any(place.line in warning for place in report.places)
+
+
+def test_several_terms_are_trained_and_called_approximate(tmp_path, caplog):
+    """One micro-batch has the model's own loss; logits are not made for either term."""
+    one, _, warning = one_and_many(TwoLosses, tmp_path, caplog)
+    batch = torch.utils.data.default_collate(DATA.rows)
+    assert one[0][0] == pytest.approx(float(TwoLosses()(**batch).loss), rel=SAME_MODEL)
+    assert "2 fused losses" in warning
+    assert "their weights are approximate" in warning
+    assert head_report(one[2].model).logits_made == 0
+
+
+def test_terms_of_other_counts_that_are_not_seen_are_called_approximate(tmp_path, caplog):
+    *_, warning = one_and_many(lambda: Means(terms=3), tmp_path, caplog)
+    assert "their weights are approximate" in warning
+
+
+class Documents(torch.utils.data.Dataset):
+    """One class for each row, or one for each of its tokens."""
+
+    def __init__(self, tokens):
+        self.rows = [
+            {
+                "input_ids": row["input_ids"],
+                "labels": row["labels"].clamp(max=2) if tokens else torch.tensor(i % 3),
+            }
+            for i, row in enumerate(Dataset(10).rows)
+        ]
+
+    __len__, __getitem__ = Dataset.__len__, Dataset.__getitem__
+
+
+def classifier():
+    torch.manual_seed(0)
+    return LlamaForSequenceClassification(
+        LlamaConfig(
+            vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+            num_attention_heads=2, num_labels=3, pad_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def tagger():
+    torch.manual_seed(0)
+    return BertForTokenClassification(
+        BertConfig(
+            vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+            num_attention_heads=2, num_labels=3, hidden_dropout_prob=0,
+            attention_probs_dropout_prob=0,
+        )
+    )  # fmt: skip
+
+
+def test_classification_of_sequences_is_the_stock_trainers(tmp_path, caplog):
+    """Each row is one label; what cannot be replaced is no reason to refuse.
+
+    The stock trainer is right for one batch alone: with more it adds their means up.
+    """
+    data = Documents(tokens=False)
+    one, many, warning = one_and_many(classifier, tmp_path, caplog, data)
+    assert many[0] == pytest.approx(one[0], rel=10 * SAME_MODEL)
+    _, stock, seen, _ = train(Trainer, classifier(), arguments(tmp_path, 8, 1), train_dataset=data)
+    assert many[0] == pytest.approx(stock, rel=10 * SAME_MODEL)
+    assert many[1] == pytest.approx(seen.norms, rel=100 * SAME_MODEL)
+    assert "no output embeddings" in warning
+    assert "pass head=" not in warning
+
+
+def test_classification_of_tokens_has_the_token_mean(tmp_path, caplog):
+    one, many, _ = one_and_many(tagger, tmp_path, caplog, Documents(tokens=True))
+    assert many[0] == pytest.approx(one[0], rel=10 * SAME_MODEL)
+    assert many[1] == pytest.approx(one[1], rel=100 * SAME_MODEL)
+
+
+def test_a_micro_batch_without_labels_changes_nothing(tmp_path):
+    """Its own mean is NaN."""
+    empty = {"input_ids": DATA.rows[0]["input_ids"], "labels": torch.full((12,), -100)}
+    data = Dataset(8)
+    data.rows = [*DATA.rows[:7], empty]
+    _, losses, seen, _ = train(FusedTrainer, Means(), arguments(tmp_path, 1, 8), train_dataset=data)
+    data.rows = DATA.rows[:7]
+    _, without, of_them, _ = train(
+        FusedTrainer, Means(), arguments(tmp_path, 7, 1), train_dataset=data
+    )
+    assert losses == pytest.approx(without, rel=10 * SAME_MODEL)
+    assert seen.norms == pytest.approx(of_them.norms, rel=100 * SAME_MODEL)
+
+
+def test_a_fused_loss_is_not_counted_by_labels(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="fusedce.trainer"):
+        train(FusedTrainer, llama(), arguments(tmp_path))
+    assert "counts the tokens" not in caplog.text
