@@ -212,7 +212,9 @@ class Window:
         divisors = [m.divisors[i] for m in self.done]
         if all(x is None for x in divisors):
             return
-        by = read(torch.tensor(math.inf) if x is None else x.double() for x in divisors)
+        by = read(
+            torch.tensor(math.inf, device="cpu") if x is None else x.double() for x in divisors
+        )
         several = [(n, x) for n, x in zip(counts, by, strict=True) if n > 1]
         if several and all(x == n or math.isnan(x) for n, x in several):
             raise ValueError(
