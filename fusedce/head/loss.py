@@ -57,9 +57,8 @@ class FusedLoss(torch.autograd.Function):
             z = fused.expr.materialize("the gradient of logits").detach().requires_grad_()
             return fused.native_gradient(z, grad)
 
-        part = Part(lambda: fused.gradients(grad, keep=keep))
-        if fused.ready is not None:
-            part.compute_once()
+        ready = fused.ready is not None
+        part = Part(lambda: fused.gradients(grad, keep=keep), ready=ready)
         load = {call: (steps, [part]) for call, steps in fused.expr.steps.items()}
         nodes = fused.expr.nodes | {ctx.node, ctx._sequence_nr()}
         root = Expr(None, make, (), {}, fused.expr.shape)

