@@ -189,8 +189,6 @@ class CrossEntropy:
         found = torch.autograd.grad(
             loss, leaves, upstream.to(loss.dtype), retain_graph=keep, allow_unused=True
         )
-        if not keep:
-            self.ready = None
         left = iter(found)
         return {
             call: [next(left) if x.requires_grad else None for x in operands]

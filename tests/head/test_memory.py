@@ -24,14 +24,19 @@ def few_objects_to_collect():
     gc.unfreeze()
 
 
-def test_a_kept_loss_holds_no_gradients_after_backward():
+def test_a_kept_loss_holds_no_gradients_and_no_logits_after_backward():
     model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
-    loss = ce(model(x), y)
+    z = model(x)
+    z.argmax(-1)
+    loss = ce(z, y)
     loss.backward()
+    del z
     model.zero_grad()
     gc.collect()
-    others = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.shape == (V, H)]
+    tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
+    others = [t for t in tensors if type(t) is torch.Tensor and t.shape == (V, H)]
     assert all(t.data_ptr() == model[1].weight.data_ptr() for t in others)
+    assert all(t.device.type == "meta" for t in tensors if t.shape in ((3, 7, V), (21, V)))
 
 
 def test_kept_detached_logits_hold_no_graph():
