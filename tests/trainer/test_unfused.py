@@ -5,7 +5,9 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from support import ranks
 from support.bounds import SAME_MODEL
+from support.engines import accelerator
 from support.tiny_trainer import (
     Dataset,
     FusedTrainer,
@@ -200,6 +202,24 @@ def test_a_micro_batch_without_labels_changes_nothing(tmp_path):
     )
     assert losses == pytest.approx(without, rel=10 * SAME_MODEL)
     assert seen.norms == pytest.approx(of_them.norms, rel=100 * SAME_MODEL)
+
+
+def trained(folder, size, steps, rank=None):
+    if rank is not None:
+        accelerator(rank)
+    trainer, losses, seen, _ = train(
+        FusedTrainer, Means(), arguments(folder, size, steps), train_dataset=DATA, eval_dataset=DATA
+    )
+    return losses, seen.norms, trainer.evaluate()["eval_loss"]
+
+
+def test_two_ranks_train_as_one(tmp_path):
+    """Two micro-batches of two rows on each rank are a step of eight rows on one."""
+    two, other = ranks.shared({"two": lambda rank: trained(tmp_path, 2, 2, rank)})("two")
+    one = trained(tmp_path, 8, 1)
+    for mine, exact in zip(two, one, strict=True):
+        assert mine == pytest.approx(exact, rel=100 * SAME_MODEL)
+    assert other[1] == pytest.approx(two[1], rel=SAME_MODEL)
 
 
 def test_a_fused_loss_is_not_counted_by_labels(tmp_path, caplog):
