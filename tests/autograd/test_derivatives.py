@@ -154,7 +154,8 @@ def test_what_a_users_hooks_hand_back_is_left_as_it_is(loss, dtype):
         out = (loss(*given) * 3).sum()
     got = torch.autograd.grad(out, given[:2])
     assert kept
-    assert all(x.equal(before) for x, before in kept)
+    for x, before in kept:  # memory for logits holds anything at ignored positions, NaN as well
+        torch.testing.assert_close(x, before, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(got, torch.autograd.grad((loss(*given) * 3).sum(), given[:2]))
 
 
