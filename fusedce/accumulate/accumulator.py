@@ -407,7 +407,7 @@ class LossAccumulator:
             "grad_reduction": self._grad_reduction,
             "on_empty": self._on_empty,
             "backward_divisor": self._engine.divisor(),
-            "losses": self._weights,
+            "losses": str(self._weights),
         }
 
     def _decide_step(self, sums: list[float]) -> None:

@@ -43,8 +43,8 @@ def check_losses(losses: Any) -> dict[str, float]:
     if not 0 < len(losses) <= MOST_LOSSES:
         raise ValueError(f"losses must have 1 to {MOST_LOSSES} names, {example}, got {len(losses)}")
     for name, weight in losses.items():
-        if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"losses must be named by identifiers, {example}, got {name!r}")
+        if not isinstance(name, str) or not name.isidentifier() or name in ("counts", "out"):
+            raise ValueError(f"losses must be named by other identifiers, {example}, got {name!r}")
         if isinstance(weight, bool) or not isinstance(weight, (int, float)):
             raise TypeError(f"losses[{name!r}] must be a number, got {describe(weight)}")
         if not math.isfinite(weight):

@@ -356,9 +356,13 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
 # would be added to the next window. FSDP2 has no public way to see or to drop them.
 
 
+def _has_peers() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def _fsdp2_groups(module: torch.nn.Module) -> list[Any]:
     found: list[Any] = []
-    for one in module.modules():
+    for one in module.modules() if _has_peers() else ():
         state: Any = _composable_state._get_module_state(one)
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # before torch 2.12 there was one
@@ -416,7 +420,7 @@ def adds_in_place(module: torch.nn.Module | None) -> bool:
 
     DDP with ``gradient_as_bucket_view=True`` and FSDP1 do, and may be around the module.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not _has_peers():
         return True
     inside = [] if module is None else list(module.modules())
     ddp = [x for x in inside if isinstance(x, DistributedDataParallel)]

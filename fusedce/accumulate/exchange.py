@@ -105,8 +105,10 @@ class Exchange:
         Ranks that use two of them in another order would add up sums of different losses. One that
         has failed last is left out: a restarted loop makes another one.
         """
+        if self.ranks.size() == 1:
+            return
         _LIVE.add(self)
-        if self.ranks.size() > 1 and self._namesake():
+        if self._namesake():
             gc.collect()  # one in a cycle of references is gone, but not yet collected
             if self._namesake():
                 raise RuntimeError(
@@ -189,7 +191,7 @@ def explain(rows: list[Told]) -> Exception | None:
         return failure
     if (differ := agreement.differing(rows)) is not None:
         name, said = differ
-        have = " and ".join(f"{x!r} on {n}" for x, n in Counter(map(_text, said)).items())
+        have = " and ".join(f"{x!r} on {n}" for x, n in Counter(said).items())
         if name == "name":
             return RuntimeError(
                 f"messages of different LossAccumulators have met, those named {said} (one per "
@@ -215,11 +217,6 @@ def explain(rows: list[Told]) -> Exception | None:
             f"other ranks only in the last backward (DDP under no_sync())"
         )
     return None
-
-
-def _text(setting: object) -> Any:
-    """A setting that can be counted; dictionaries of losses are shown as text."""
-    return setting if isinstance(setting, (str, int, float, type(None))) else str(setting)
 
 
 def read(values: Iterable[Tensor]) -> list[Any]:

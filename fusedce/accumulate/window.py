@@ -212,7 +212,8 @@ class Window:
         divisors = [m.divisors[i] for m in self.done]
         if all(x is None for x in divisors):
             return
-        by = read(torch.tensor(math.inf) if x is None else x.double() for x in divisors)
+        nothing = torch.tensor(math.inf, dtype=torch.float64, device="cpu")
+        by = read(nothing if x is None else x.double() for x in divisors)
         several = [(n, x) for n, x in zip(counts, by, strict=True) if n > 1]
         if several and all(x == n or math.isnan(x) for n, x in several):
             raise ValueError(

@@ -208,7 +208,10 @@ def used_tokens(problem: Problem, V: int | None = None) -> tuple[Tensor, Tensor]
     V = problem.weight.shape[0] if V is None else V
     labels, valid = problem.labels, problem.valid()
     bad = valid & ((labels < 0) | (labels >= V))
-    n_valid = count_or_code(labels, valid, bad)
+    if labels.device.type == "cpu" and not bad.any():  # a third of the launches
+        n_valid = valid.sum()
+    else:
+        n_valid = count_or_code(labels, valid, bad)
     if labels.device.type == "cpu" and n_valid < 0:
         raise ValueError(bad_label_message(int(n_valid), V, problem.ignore_index, labels))
     if problem.token_weight is not None:

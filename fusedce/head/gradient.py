@@ -8,7 +8,7 @@ the gradient of the logits, whose values are computed if code reads them. At the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -60,7 +60,7 @@ class LazyLinear(torch.autograd.Function):
             return None, None, None, None
         check_not_batched(grad)
         if isinstance(grad, LazyGradient) and (parts := grad.arrived_at(call)):
-            return (None, *_sum(part.take(call) for part in parts), None)[:4]
+            return (None, *_sum(parts, call), None)[:4]
         given = given if torch.is_grad_enabled() else (*call.operands(by_all_ranks=True), None)
         hidden, weight = given[0], whole(given[1])
         with no_autocast(grad.device):
@@ -92,26 +92,32 @@ def _own_rows(grad: Tensor, like: Tensor) -> Tensor:
         return torch.autograd.grad(whole(leaf), leaf, grad)[0]
 
 
-def _sum(parts: Iterable[Gradients]) -> Gradients:
-    """The sum of several losses' gradients, added into those of the first, one at a time."""
-    total: Gradients = []
-    for part in parts:
-        for t, g in zip(total, part, strict=False):
-            if t is not None and g is not None:
-                t.add_(g)
-        total = total or part
-    return total
-
-
 class Part:
     """One loss's part of the gradients of linear calls, computed when it is first asked for."""
 
-    def __init__(self, compute: Callable[[], dict[LinearCall, Gradients]]) -> None:
-        self.compute_once = functools.cache(compute)
+    def __init__(self, compute: Callable[[], dict[LinearCall, Gradients]], *, ready: bool) -> None:
+        self.compute, self.ready = functools.cache(compute), ready
+        if ready:
+            self.compute()
 
     def take(self, call: LinearCall) -> Gradients:
         """The gradients of the call's operands, once."""
-        return self.compute_once().pop(call)
+        return self.compute().pop(call)
+
+
+def _sum(parts: list[Part], call: LinearCall) -> Gradients:
+    """The sum of several losses' gradients, added one at a time into those of the first."""
+    first, *others = sorted(parts, key=lambda part: not part.ready)
+    total = first.take(call)
+    for part in others:
+        _add(total, part.take(call))
+    return total
+
+
+def _add(total: Gradients, more: Gradients) -> None:
+    for t, g in zip(total, more, strict=True):
+        if t is not None and g is not None:
+            t.add_(g)
 
 
 # Whether code, and not a node of autograd, calls an operator of a lazy gradient.

@@ -85,7 +85,7 @@ class LinearCall:
             RuntimeError: they have changed since, or are sharded.
         """
         given = self.given
-        if not all(local_of(x).untyped_storage().size() for x in given if x.numel()):
+        if self._is_freed():
             parameters = dict(self.module.named_parameters())  # FSDP2 or DeepSpeed freed some
             given = [given[0], *(
                 _gathered(parameters.get(name or ""), x, self.module, by_all_ranks)
@@ -96,6 +96,13 @@ class LinearCall:
         ):
             raise RuntimeError(_CHANGED)
         return given
+
+    def _is_freed(self) -> bool:
+        return not all(local_of(x).untyped_storage().size() for x in self.given if x.numel())
+
+    def is_in_parts(self) -> bool:
+        """Whether the ranks must come together to use the weight."""
+        return self._is_freed() or is_vocabulary_shard(self.given[1])
 
     def materialize(self, operation: str) -> Tensor:
         """Real logits ``(..., V)``, without a graph; ``operation`` needs them.

@@ -28,6 +28,8 @@ from fusedce.loss.cross_entropy import fused_cross_entropy
 from fusedce.loss.fused_ce import fused_ce
 from fusedce.loss.sharded_problem import is_vocabulary_shard
 
+Evaluated = tuple[Tensor, dict[LinearCall, list[Tensor]]]  # a loss, as a function of operands
+
 
 class FusedLoss(torch.autograd.Function):
     """The loss, as a function of the logits."""
@@ -57,9 +59,8 @@ class FusedLoss(torch.autograd.Function):
             z = fused.expr.materialize("the gradient of logits").detach().requires_grad_()
             return fused.native_gradient(z, grad)
 
-        part = Part(lambda: fused.gradients(grad, keep=keep))
-        if fused.ready is not None:
-            part.compute_once()
+        ready = fused.ready is not None
+        part = Part(lambda: fused.gradients(grad, keep=keep), ready=ready)
         load = {call: (steps, [part]) for call, steps in fused.expr.steps.items()}
         nodes = fused.expr.nodes | {ctx.node, ctx._sequence_nr()}
         root = Expr(None, make, (), {}, fused.expr.shape)
@@ -90,60 +91,56 @@ class CrossEntropy:
         self.label_smoothing = float(label_smoothing)
         self.loss: Any = None  # without a graph, once computed
         self.divisor: Tensor | None = None
-        self.ready: tuple[Tensor, dict[LinearCall, list[Tensor]]] | None = None
+        self.ready: Evaluated | None = None
 
     def compute(self, *, train: bool) -> bool:
         """Compute the loss, and perhaps its gradients; ``False`` if the fused loss cannot."""
         now = train and not self._is_better_later()
-        given = self._operands(leaves=now)
-        form = self._form(given, train=now)
-        if form is None:
+        found = self._evaluate(train=now)
+        if found is None:
             return False
-        loss = self._fused(form, train=now)
-        self.loss = loss.detach()
+        self.loss = found[0].detach()
         if train:
             self.target = self.target.clone()
             self.weight = None if self.weight is None else self.weight.detach().clone()
         if now:
-            self.ready = loss, given
+            self.ready = found
             self.waiting[id(self)] = self
         return True
 
     def _is_better_later(self) -> bool:
         """Whether gradients of another loss wait, and these would be larger than the logits."""
+        calls = self.expr.steps
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return False  # both runs of a checkpoint must save the same
-        heads = {call.head for call in self.expr.steps}
+        if any(call.is_in_parts() for call in calls):
+            return False  # ranks would not wait for each other
+        heads = {call.head for call in calls}
         others = [ref() for ref in self.waiting.valuerefs()]  # other threads add theirs meanwhile
         waits = any(
             other is not None and other.ready and heads & {c.head for c in other.expr.steps}
             for other in others
         )
-        return waits and self.target.numel() < max(c.given[0].shape[-1] for c in self.expr.steps)
+        return waits and self.target.numel() < max(call.given[0].shape[-1] for call in calls)
 
-    def _operands(self, *, leaves: bool) -> dict[LinearCall, list[Tensor]]:
-        """The operands of each call; if ``leaves``, such that need gradients as the head's did."""
+    def _evaluate(self, *, train: bool) -> Evaluated | None:
+        """The loss and the operands, leaves in ``train``; ``None`` if no rule covers the logits."""
         given = {call: call.operands(by_all_ranks=True) for call in self.expr.steps}
-        if not leaves:
-            return given
-        return {
-            call: [x.detach().requires_grad_(need)
-                   for x, need in zip(operands, call.needed, strict=False)]
-            for call, operands in given.items()
-        }  # fmt: skip
-
-    def _form(self, given: dict[LinearCall, list[Tensor]], *, train: bool) -> LogitForm | None:
-        shape = self.expr.shape
+        if train:
+            given = {
+                call: [x.detach().requires_grad_(need)
+                       for x, need in zip(operands, call.needed, strict=False)]
+                for call, operands in given.items()
+            }  # fmt: skip
         with torch.set_grad_enabled(train), no_autocast(self.target.device):
             form = form_of(self.expr, given)
-        if form is None or form.class_dim != min(1, len(shape) - 1):
-            return None
-        whole = form.classes.start == 0 or not is_vocabulary_shard(form.weight)
-        return form if whole and self.target.shape == form.hidden.shape[:-1] else None
-
-    def _fused(self, form: LogitForm, *, train: bool) -> Tensor:
-        with torch.set_grad_enabled(train), no_autocast(self.target.device):
-            return self._loss_of(form)
+            if form is None or form.class_dim != min(1, len(self.expr.shape) - 1):
+                return None
+            if form.classes.start != 0 and is_vocabulary_shard(form.weight):
+                return None
+            if self.target.shape != form.hidden.shape[:-1]:
+                return None
+            return self._loss_of(form), given
 
     def _loss_of(self, form: LogitForm) -> Tensor:
         head = next(iter(self.expr.steps)).head
@@ -183,21 +180,15 @@ class CrossEntropy:
 
     def gradients(self, upstream: Tensor, *, keep: bool) -> dict[LinearCall, Gradients]:
         """``upstream`` times the gradients of the operands; they are the caller's to write into."""
-        if self.ready is None:
-            given = self._operands(leaves=True)
-            factor = upstream if self.divisor is None else upstream / self.divisor
-            form = self._form(given, train=True)
-            assert form is not None
-            with expecting(factor if upstream.dim() == 0 else None):
-                loss = self._fused(form, train=True)
-        else:
-            loss, given = self.ready
+        factor = upstream if self.divisor is None else upstream / self.divisor
+        with expecting(factor if upstream.dim() == 0 else None):
+            evaluated = self.ready or self._evaluate(train=True)
+        assert evaluated is not None
+        loss, given = evaluated
         leaves = [x for operands in given.values() for x in operands if x.requires_grad]
         found = torch.autograd.grad(
             loss, leaves, upstream.to(loss.dtype), retain_graph=keep, allow_unused=True
         )
-        if not keep:
-            self.ready = None
         left = iter(found)
         return {
             call: [next(left) if x.requires_grad else None for x in operands]

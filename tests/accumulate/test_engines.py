@@ -17,7 +17,6 @@ from support.engines import accelerator, train
 from support.loops import H, V, distance, new_weight
 from support.versions import FSDP2_MEAN, marked
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, default_collate
 
 from fusedce import LossAccumulator, LossMeter, fused_ce
@@ -27,24 +26,12 @@ def no_sync(model, last):
     return contextlib.nullcontext() if last else model.no_sync()
 
 
-def ddp(silent, streaming, rank):
-    model = DistributedDataParallel(parallel.Model())
-    return train(model, LossAccumulator(model), rank, streaming, silent=silent)
-
-
-@contextlib.contextmanager
-def local_gradients(model, last):
-    model.set_requires_gradient_sync(last)
-    yield
-
-
-def fsdp(reduction, silent, streaming, rank):
+def fsdp(reduction, streaming, rank):
     model = fully_shard(parallel.Model())
     if reduction == "sum":
         model.set_gradient_divide_factor(1.0)
         model.set_force_sum_reduction_for_comms(True)  # gloo has no multiply-and-sum
-    acc = LossAccumulator(model, grad_reduction=reduction)
-    return train(model, acc, rank, streaming, silent=silent)
+    return train(model, LossAccumulator(model, grad_reduction=reduction), rank, streaming)
 
 
 def accelerate_streaming(rank):
@@ -86,25 +73,9 @@ def loader(engine):
     return engine.prepare(DataLoader(dealt, batch_size=1, collate_fn=lambda batch: batch[0]))
 
 
-EQUAL = {
-    "ddp": functools.partial(ddp, None),
-    "ddp, no_sync": functools.partial(ddp, no_sync),
-    "fsdp2, mean": functools.partial(fsdp, "mean", None),
-    "fsdp2, mean, local gradients": functools.partial(fsdp, "mean", local_gradients),
-    "fsdp2, divide factor 1": functools.partial(fsdp, "sum", None),
-}
-EQUAL = {
-    f"{name}, {'streaming' if streaming else 'window'}": functools.partial(case, streaming)
-    for name, case in EQUAL.items()
-    for streaming in (False, True)
-}
-
-
-EQUAL |= {"accelerate, streaming": accelerate_streaming, "accelerate, window": accelerate_window}
-
-FOUR = {f"{name}, four": EQUAL[name] for name in ("ddp, window", "fsdp2, mean, streaming")}
-
-
+EQUAL = {"accelerate, streaming": accelerate_streaming, "accelerate, window": accelerate_window}
+EQUAL |= {f"fsdp2, divide factor 1, {x}": functools.partial(fsdp, "sum", x) for x in (False, True)}
+FOUR = {f"fsdp2, mean, four, {x}": functools.partial(fsdp, "mean", x) for x in (False, True)}
 found_of = {2: ranks.shared(EQUAL), 4: ranks.shared(FOUR, 4)}
 
 

@@ -114,7 +114,8 @@ def test_a_wrong_count_is_named_with_its_loss():
     [
         ({}, ValueError, "1 to 8 names"),
         ({f"l{i}": 1 for i in range(9)}, ValueError, "1 to 8 names, .*got 9"),
-        ({"a b": 1}, ValueError, "named by identifiers"),
+        ({"a b": 1}, ValueError, "named by other identifiers"),
+        ({"out": 1}, ValueError, "named by other identifiers"),
         ({"a": True}, TypeError, r"losses\['a'\] must be a number"),
         ({"a": float("nan")}, ValueError, r"losses\['a'\] must be finite"),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.bounds import STATISTIC
 from support.operators import Calls
 from torch.profiler import ProfilerActivity, profile
 
@@ -84,8 +85,8 @@ def test_few_operators_stand_beside_the_products_of_one_tile(train, most):
 
 LOSSES = {
     "sum": lambda *x: fused_ce(*x).loss_sum,
-    "none": lambda *x: fused_cross_entropy(*x, reduction="none").sum(),
-    "logprob": lambda *x: fused_logprobs(*x).logprob.sum(),
+    "none": lambda *x, **o: fused_cross_entropy(*x, reduction="none", **o).sum(),
+    "logprob": lambda *x, **o: fused_logprobs(*x, **o).logprob.sum(),
 }
 
 
@@ -106,3 +107,59 @@ def test_eager_code_asks_no_operator_and_a_mode_sees_them(name, monkeypatch):
     for operator in ("sum", "attach", "stats", "grads"):
         monkeypatch.setattr(torch.ops.fusedce, operator, refuse)
     torch.autograd.grad(loss(*given), given[:2])
+
+
+def smoothed(*x, **options):
+    return fused_cross_entropy(*x, label_smoothing=0.1, **options)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "products"),
+    [
+        (smoothed, {}, 3),
+        (smoothed, {"softcap": 5.0}, 3),  # by tokens, whose logits are kept
+        (LOSSES["none"], {}, 3),
+        (LOSSES["logprob"], {}, 3),
+        (lambda *x, **o: fused_logprobs(*x, **o).entropy.sum(), {}, 3),
+        (LOSSES["none"], {"memory_budget": 2**24}, 4),
+        (smoothed, {"memory_budget": 2**24}, 4),
+    ],
+)
+def test_logits_are_computed_once_while_they_are_few(loss, options, products):
+    hidden, weight, labels = inputs(train=True)
+    names = aten_calls(lambda: loss(hidden, weight, labels, **options).backward())
+    assert names.count("aten::mm") + names.count("aten::addmm") == products
+
+
+def test_kept_logits_serve_several_backwards_and_hooks():
+    hidden, weight, labels = inputs(train=True)
+    leaves = hidden, weight
+    stats = fused_logprobs(hidden, weight, labels, temperature=0.7, softcap=3.0)
+    loss = (stats.logprob + 0.1 * stats.entropy).sum()
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    again = torch.autograd.grad(loss, leaves)
+    torch.testing.assert_close(again, first, rtol=0, atol=0)
+    budget = fused_logprobs(
+        hidden, weight, labels, temperature=0.7, softcap=3.0, memory_budget=2**24
+    )
+    anew = torch.autograd.grad((budget.logprob + 0.1 * budget.entropy).sum(), leaves)
+    torch.testing.assert_close(first, anew)
+
+
+def test_smoothing_with_class_weights_of_another_dtype():
+    """Also in several tiles of the vocabulary."""
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 16, generator=rng).requires_grad_()
+    weight = torch.randn(9000, 16, generator=rng).requires_grad_()
+    labels = torch.randint(9000, (300,), generator=rng)
+    c = torch.rand(9000, generator=rng, dtype=torch.float64)
+    found = smoothed(hidden, weight, labels, class_weight=c)
+    exact = fusedce.reference_ce(hidden, weight, labels, class_weight=c, label_smoothing=0.1)
+    exact = exact.loss_sum / c[labels].sum()
+    torch.testing.assert_close(found.double(), exact, rtol=STATISTIC, atol=0)
+    for x, y in zip(
+        torch.autograd.grad(found, (hidden, weight)),
+        torch.autograd.grad(exact, (hidden, weight)),
+        strict=True,
+    ):
+        assert (x - y).norm() <= STATISTIC * y.norm()

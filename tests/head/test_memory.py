@@ -24,14 +24,19 @@ def few_objects_to_collect():
     gc.unfreeze()
 
 
-def test_a_kept_loss_holds_no_gradients_after_backward():
+def test_a_kept_loss_holds_no_gradients_and_no_logits_after_backward():
     model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
-    loss = ce(model(x), y)
+    z = model(x)
+    z.argmax(-1)
+    loss = ce(z, y)
     loss.backward()
+    del z
     model.zero_grad()
     gc.collect()
-    others = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.shape == (V, H)]
+    tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
+    others = [t for t in tensors if type(t) is torch.Tensor and t.shape == (V, H)]
     assert all(t.data_ptr() == model[1].weight.data_ptr() for t in others)
+    assert all(t.device.type == "meta" for t in tensors if t.shape in ((3, 7, V), (21, V)))
 
 
 def test_kept_detached_logits_hold_no_graph():
@@ -56,9 +61,11 @@ def test_a_tied_head_has_two_gradients_at_a_time_as_in_torch():
     assert peak_extra_bytes("support.memory:tied", {}) <= 80 << 20
 
 
-@pytest.mark.parametrize("calls", [False, True])
-def test_a_loss_in_pieces_holds_two_gradients_of_the_weight_at_a_time(calls):
-    assert peak_extra_bytes("support.memory:pieces", {"count": 16, "calls": calls}) <= 80 << 20
+@pytest.mark.parametrize(("calls", "gradients"), [(False, 2), (True, 3)])
+def test_a_loss_in_pieces_holds_few_gradients_of_the_weight_at_a_time(calls, gradients):
+    """Of several calls of the head, torch adds the gradients up beside the first, which waits."""
+    peak = peak_extra_bytes("support.memory:pieces", {"count": 16, "calls": calls})
+    assert peak <= (32 * gradients + 16) << 20
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 7])

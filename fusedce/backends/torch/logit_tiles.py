@@ -59,8 +59,8 @@ def tiles(V: int, step: int) -> Iterator[tuple[int, int]]:
 
 def label_entry(y: Tensor, begin: int, rows: int) -> tuple[Tensor, Tensor]:
     """Rows of labels ``y (K, C)`` in a tile ``(rows, C)``, clamped; and whether they lie in it."""
-    local = y - begin
-    return local.clamp(0, rows - 1), (local >= 0) & (local < rows)
+    clamped = y.clamp(begin, begin + rows - 1)
+    return clamped - begin, clamped == y
 
 
 def write_labels(

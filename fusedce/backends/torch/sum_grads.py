@@ -126,12 +126,14 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
     factor = expected_upstream(problem, n_valid)
     outer = factor if problem.logit_scale == 1 else problem.logit_scale * factor
     smoothing = problem.label_smoothing
-    in_place = stored == acc and (smoothing > 0 or step >= V)  # see `_gradient`
+    # Exponentials become the gradient of the logits in their place: with label smoothing, and where
+    # all of them are in the cache. Else what is a token's own is applied to the smaller operands.
+    in_place = stored == acc and (smoothing > 0 or step >= V)
     totals = []
     buffer = None  # (a single tile has memory of its own)
     if step < V or not in_place:
         buffer = torch.empty(V, C, dtype=stored, device=device)
-    c = problem.class_weight if smoothing else None
+    c = problem.class_weight.to(acc) if smoothing and problem.class_weight is not None else None
     if argmax is not None:
         argmax.fill_(-1)
 
@@ -146,14 +148,15 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
             whole = len(chunks) == 1 and every_row and grads.hidden.dtype == acc
             dh = grads.hidden if whole else torch.empty(h.shape, dtype=acc, device=device)
         found = _walk(
-            logits, logits.operand(h), y, step, exps=exps, dh=None if in_place else dh,
+            logits, logits.operand(h), y, step, train=True, exps=exps, dh=None if in_place else dh,
             argmax=argmax is not None, zmean=smoothing > 0, c=c,
         )  # fmt: skip
         nll, lse = found.nll, found.lse()
         if argmax is not None and found.argmax is not None:
             argmax[chunk] = found.argmax
 
-        y = y.clamp_(0, V - 1) if device.type != "cpu" else y  # a bad label has NaN by now
+        if device.type != "cpu":  # a bad label, which has NaN by now, must not index out of bounds
+            y = y.clamp(0, V - 1)
         of_chunk = problem.rows(chunk)
         totals.append(token_losses(of_chunk, y, nll, lse, found.zmean).sum())
         by = slopes(of_chunk, y, lse)
@@ -174,7 +177,7 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
             g = found.exps.mul_(factors)
             if smoothing:
                 share = share.to(acc).expand(len(h))
-                g = g.sub_(share) if c is None else g.addr_(c.to(acc), share, alpha=-1)
+                g = g.sub_(share) if c is None else g.addr_(c, share, alpha=-1)
             g.scatter_(0, y[None], at_label[None])
             if dh is not None:
                 for begin, end in tiles(V, step):
@@ -227,6 +230,7 @@ def _walk(
     y: Tensor,  # (C,)
     step: int,
     *,
+    train: bool = False,
     exps: Tensor | None = None,  # (V, C)
     dh: Tensor | None = None,  # (C, H)
     argmax: bool = False,
@@ -235,101 +239,58 @@ def _walk(
 ) -> _Found:
     """Walk over a chunk's logits, tile by tile.
 
-    Where ``exps`` is given, fill it with their exponentials, 0 at the labels, times the slopes of
-    the logits; and ``dh`` with the product of those and the head.
+    To train, fill ``exps`` with their exponentials, 0 at the labels, times the slopes of the
+    logits, and ``dh`` with the product of those and the head. A single tile needs no ``exps``.
     """
-    given = logits, h, y
-    if step >= len(logits.head.weight):
-        return _one_tile(*given, exps, dh, argmax, zmean, c)
-    return _tile_by_tile(*given, step, exps, dh, argmax, zmean, c)
+    head, V, acc = logits.head, len(logits.head.weight), logits.products.acc
+    zsum = torch.zeros(len(y), dtype=torch.float64, device=y.device) if zmean else None
 
+    def tile(begin: int, end: int) -> tuple[Tensor, Tensor | None]:
+        """Logits of a tile, in ``exps`` if that has their dtype; and their slopes."""
+        direct = exps is not None and exps.dtype == acc
+        z = logits.tile(h, begin, end, out=exps[begin:end] if direct and exps is not None else None)
+        if zsum is not None:
+            zsum.add_(column_sums(z, None if c is None else c[begin:end]))
+        return z, head.slope(z) if train else None
 
-def _one_tile(
-    logits: Logits,
-    h: Tensor,
-    y: Tensor,
-    exps: Tensor | None,
-    dh: Tensor | None,
-    argmax: bool,
-    zmean: bool,
-    c: Tensor | None,
-) -> _Found:
-    """All logits are there: their own maxima are the reference."""
-    V, acc = len(logits.head.weight), logits.products.acc
-    z = logits.tile(h, 0, V, out=exps if exps is not None and exps.dtype == acc else None)
-    mean = column_sums(z, c) / V if zmean else None
-    slope = logits.head.slope(z)
-    # With the label among them: where it leaves the others more than 87 nats behind, their
-    # exponentials are 0, as is a loss of exp(-87) in float32. A label of +inf makes all NaN.
-    k, likeliest = largest(z) if argmax else (z.amax(0), None)
-    z_label = take_labels(z, y)
-    others = exp_(z.sub_(k)).sum(0).double().log_().add_(k)
-    if slope is not None:
-        z.mul_(slope)
-    _store(logits, z, exps, dh, 0)
-    return _Found(
-        nll_of(others, z_label), others, z_label, z if exps is None else exps, k, likeliest, mean
-    )
+    def store(z: Tensor, slope: Tensor | None, begin: int) -> None:
+        """Put a tile's exponentials into ``exps``, and their product with the head into ``dh``."""
+        if slope is not None:
+            z.mul_(slope)
+        if exps is not None and exps.dtype != acc:
+            z = exps[begin : begin + len(z)].copy_(z)
+        if dh is not None:
+            w = logits.rows(begin, begin + len(z), z.dtype)
+            logits.products(z.t(), w, dh, add=begin > 0)
 
-
-def _tile_by_tile(
-    logits: Logits,
-    h: Tensor,
-    y: Tensor,
-    step: int,
-    exps: Tensor | None,
-    dh: Tensor | None,
-    argmax: bool,
-    zmean: bool,
-    c: Tensor | None,
-) -> _Found:
-    """A reference that all tiles share is tried, and a second one if an exponential overflows."""
-    V, acc = len(logits.head.weight), logits.products.acc
-    for k in references(logits, h, y, step):
-        stats = TileStats(y, acc, k, argmax=argmax)
-        zsum = torch.zeros(len(y), dtype=torch.float64, device=y.device)
-        for begin, end in tiles(V, step):
-            tile = exps[begin:end] if exps is not None and exps.dtype == acc else None
-            z = logits.tile(h, begin, end, out=tile)
-            slope = None if exps is None else logits.head.slope(z)
-            if zmean:
-                zsum += column_sums(z, None if c is None else c[begin:end])
-            fits = stats.add(z, begin)
-            if not fits:
+    likeliest = None
+    if step >= V:
+        z, slope = tile(0, V)
+        # A single tile's own maxima are the reference, the label among them: where it leaves the
+        # others more than 87 nats behind, their exponentials are 0, as is a loss of exp(-87) in
+        # float32. A label of +inf makes all NaN.
+        k, likeliest = largest(z) if argmax else (z.amax(0), None)
+        z_label = take_labels(z, y)
+        others = exp_(z.sub_(k)).sum(0).double().log_().add_(k)
+        nll = nll_of(others, z_label)
+        store(z, slope, 0)
+    else:
+        for k in references(logits, h, y, step):
+            stats, fits = TileStats(y, acc, k, argmax=argmax), True
+            if zsum is not None:
+                zsum.zero_()
+            for begin, end in tiles(V, step):
+                z, slope = tile(begin, end)
+                fits = stats.add(z, begin)
+                if not fits:
+                    break
+                store(z, slope, begin)
+            if fits:
                 break
-            if slope is not None:
-                z.mul_(slope)
-            _store(logits, z, exps, dh, begin)
-        if fits:
-            break
-    likeliest = stats.likeliest()[0] if argmax else None
-    mean = zsum / V if zmean else None
-    return _Found(
-        stats.losses(),
-        stats.others(),
-        stats.z_label,
-        z if exps is None else exps,
-        k,
-        likeliest,
-        mean,
-    )
-
-
-def _store(
-    logits: Logits,
-    z: Tensor,  # (v, C)
-    exps: Tensor | None,  # (V, C)
-    dh: Tensor | None,  # (C, H)
-    begin: int,  # the first class of z
-) -> None:
-    """Put a tile ``z`` into ``exps`` and its product with the head into ``dh``."""
-    if exps is None:
-        return
-    if exps.dtype != z.dtype:  # else z lies there
-        z = exps[begin : begin + len(z)].copy_(z)
-    if dh is not None:
-        w = logits.rows(begin, begin + len(z), z.dtype)
-        logits.products(z.t(), w, dh, add=begin > 0)
+        nll, others, z_label = stats.losses(), stats.others(), stats.z_label
+        likeliest = stats.likeliest()[0] if argmax else None
+    of_zmean = None if zsum is None else zsum / V
+    return _Found(nll, others, z_label, z if exps is None else exps, k, likeliest, of_zmean)
 
 
 def _add_labels(

@@ -1,0 +1,261 @@
+"""Which training stacks still weigh tokens wrongly: logged loss and gradient beside the token mean.
+
+    python bench/stacks.py                   # bench/results/stacks.json, and the table of the docs
+
+One optimizer step of a small random model of each class, by each stack, over the same 8 sequences
+of English text with 3 to 60 tokens that count, as one micro-batch and as 4. The truth is the mean
+over all tokens of the step, in one batch. "gradient" is the factor by which a gradient is too large
+(its projection on the right one), "direction" how far it points elsewhere (the sine of the angle):
+1 and 0 are right. A router's loss, a mean over micro-batches by nature, is switched off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import pydoc_data.topics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from lib.results import FOLDER, versions, write
+from lib.tables import markdown, put
+from torch import Tensor
+
+import fusedce
+
+LENGTHS = (60, 3, 25, 7, 48, 5, 12, 33)
+V, T = 256, 64
+Batch = dict[str, Tensor]
+
+
+# ---- models and data ------------------------------------------------------------------------
+
+
+def _decoder(name: str, **more: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        config = transformers.AutoConfig.for_model(
+            name, vocab_size=V, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, use_cache=False, **more,
+        )  # fmt: skip
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+    return make
+
+
+def _gpt2() -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=V, n_embd=64, n_layer=2, n_head=4, n_positions=T, use_cache=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _t5() -> Any:
+    config = transformers.T5Config(
+        vocab_size=V, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0, use_cache=False,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _bert() -> Any:
+    config = transformers.BertConfig(
+        vocab_size=V, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "Llama": _decoder("llama"),
+    "Gemma 2": _decoder("gemma2", head_dim=16),
+    "Mixtral": _decoder("mixtral", num_local_experts=4, output_router_logits=True),
+    "GPT-2": _gpt2,
+    "T5": _t5,
+    "BERT": _bert,
+}
+
+
+def sequences() -> list[Batch]:
+    """Text by bytes; all after a sequence's own length is padding whose label is ignored."""
+    text = "".join(pydoc_data.topics.topics.values()).encode()
+    rows = []
+    for i, n in enumerate(LENGTHS):
+        ids = torch.tensor(list(text[1000 * i : 1000 * i + T]))
+        mask = torch.arange(T) < n
+        rows.append({
+            "input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100),
+        })  # fmt: skip
+    return rows
+
+
+def stacked(rows: list[Batch]) -> Batch:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+# ---- stacks: each makes one step and returns the logged loss; the gradient is in `.grad` ------
+
+
+def _trainer(kind: type, model: Any, rows: list[Batch], steps: int, **more: Any) -> float:
+    class KeepsGradients(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            grads.extend(None if p.grad is None else p.grad.clone() for p in model.parameters())
+
+    grads: list[Tensor | None] = []
+    with tempfile.TemporaryDirectory() as folder:
+        args = transformers.TrainingArguments(
+            folder, per_device_train_batch_size=len(rows) // steps, max_steps=1, learning_rate=0.0,
+            gradient_accumulation_steps=steps, logging_steps=1, report_to=[], max_grad_norm=0.0,
+            save_strategy="no", use_cpu=True, disable_tqdm=True, remove_unused_columns=False,
+        )  # fmt: skip
+        trainer = kind(model, args, train_dataset=rows, callbacks=[KeepsGradients()], **more)
+        trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
+        trainer.train()
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        p.grad = grad
+    return next(row["loss"] for row in trainer.state.log_history if "loss" in row)
+
+
+def by_trainer(model: Any, rows: list[Batch], steps: int) -> float:
+    return _trainer(transformers.Trainer, model, rows, steps)
+
+
+def by_mixin(model: Any, rows: list[Batch], steps: int) -> float:
+    class Trainer(fusedce.FusedTrainerMixin, transformers.Trainer):
+        pass
+
+    return _trainer(Trainer, model, rows, steps)
+
+
+def _micro_batches(rows: list[Batch], steps: int) -> list[Batch]:
+    size = len(rows) // steps
+    return [stacked(rows[i : i + size]) for i in range(0, len(rows), size)]
+
+
+def by_plain_loop(model: Any, rows: list[Batch], steps: int) -> float:
+    """What nanoGPT and most tutorials write: the mean of the micro-batches' means."""
+    logged = 0.0
+    for batch in _micro_batches(rows, steps):
+        loss = model(**batch).loss / steps
+        loss.backward()
+        logged += loss.item()
+    return logged
+
+
+def by_accelerate(model: Any, rows: list[Batch], steps: int) -> float:
+    """accelerate's own example of gradient accumulation."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    prepared, logged = accelerator.prepare(model), 0.0
+    for batch in _micro_batches(rows, steps):
+        with accelerator.accumulate(prepared):
+            loss = prepared(**batch).loss
+            accelerator.backward(loss)
+            logged += loss.item() / steps
+    return logged
+
+
+STACKS: dict[str, Callable[[Any, list[Batch], int], float]] = {
+    "Trainer": by_trainer,
+    "accelerate's example": by_accelerate,
+    "plain loop": by_plain_loop,
+    "Trainer with FusedTrainerMixin": by_mixin,
+}
+
+
+# ---- the truth, and the comparison ----------------------------------------------------------
+
+
+def truth(model: Any, rows: list[Batch]) -> float:
+    """The token mean of the step in one batch, by the untouched model; its gradient as well."""
+    batch = stacked(rows)
+    labels = batch["labels"]
+    logits = model(
+        **{k: v for k, v in batch.items() if k != "labels"}, **_decoder_inputs(model, labels)
+    ).logits
+    if not model.config.is_encoder_decoder and not isinstance(model, transformers.BertForMaskedLM):
+        labels = fusedce.shift_labels(labels)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+    loss.backward()
+    return loss.item()
+
+
+def _decoder_inputs(model: Any, labels: Tensor) -> Batch:
+    if not model.config.is_encoder_decoder:
+        return {}
+    return {"decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels)}
+
+
+def gradient(model: Any) -> Tensor:
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return torch.cat([g.detach().double().flatten() for g in grads])
+
+
+def measure(name: str, stack: str, steps: int) -> dict[str, Any]:
+    def model() -> Any:
+        torch.manual_seed(0)
+        made = MODELS[name]().train()
+        if name == "Mixtral":
+            made.router_aux_loss_coef = made.config.router_aux_loss_coef = 0.0
+        return made
+
+    reference, tried, rows = model(), model(), sequences()
+    loss = truth(reference, rows)
+    exact = gradient(reference)
+    logged = STACKS[stack](tried, rows, steps)
+    found = gradient(tried)
+    cosine = float(found @ exact / (found.norm() * exact.norm()))
+    return {
+        "stack": stack, "model": name, "micro-batches": steps, "token mean": loss, "logged": logged,
+        "loss": logged / loss, "gradient": float(found @ exact / (exact @ exact)),
+        "direction": math.sqrt(max(1 - cosine**2, 0.0)),
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    cells = [
+        {
+            "stack": row["stack"],
+            "model": row["model"],
+            "logged, nats": f"{row['logged']:.3f}",
+            "token mean": f"{row['token mean']:.3f}",
+            "gradient's size": f"{row['gradient']:.3f}",
+            "direction off by": f"{row['direction']:.3f}",
+        }
+        for row in rows
+        if row["micro-batches"] > 1
+    ]
+    return markdown(cells, once=("stack",))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=FOLDER / "stacks.json")
+    parser.add_argument("--page", type=Path, help="page whose table to rewrite")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for stack in STACKS:
+        for name in MODELS:
+            for steps in (1, 4):
+                rows.append(measure(name, stack, steps))
+                print(rows[-1], flush=True)
+    packages = versions() | {"accelerate": __import__("accelerate").__version__}
+    data = {"versions": packages, "date": datetime.date.today().isoformat(), "rows": rows}
+    write(args.out, data)
+    print(table(rows))
+    if args.page:
+        known = ", ".join(f"{k} {packages[k]}" for k in ("torch", "transformers", "accelerate"))
+        put(args.page, "stacks", f"{table(rows)}\n\n{known}; {data['date']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
