@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fusedce
+
 TESTS = Path(__file__).parents[1]
+PACKAGE = Path(fusedce.__file__).parents[1]  # that of this process: mutants are copies
 TWO = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
 
 
@@ -16,8 +19,8 @@ def python(folder, *arguments):
     DDP may wait for ever when it is freed.
     """
     environment = os.environ | {
-        "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_CACHE": str(folder / "cache"),
+        "PYTHONPATH": f"{TESTS}{os.pathsep}{PACKAGE}", "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache"),
     }  # fmt: skip
     tries = 3 if list(arguments[: len(TWO)]) == TWO else 1
     for last in (i == tries for i in range(1, tries + 1)):
