@@ -109,8 +109,9 @@ def head_report(model: nn.Module) -> HeadReport:
     """Report what the replaced head of ``model`` has done since it was replaced.
 
     It holds ``active`` (whether the output head is a replaced one now), ``since`` (local time),
-    ``losses_fused``, ``logits_made`` (how often), and ``places``: for each place that made logits
-    the operation, the user's line, the shape and the bytes. Its ``str`` is a readable summary.
+    ``calls`` of the head, ``losses_fused``, ``logits_made`` (how often), and ``places``: for each
+    place that made logits the operation, the user's line, the shape and the bytes. Its ``str`` is a
+    readable summary.
     Several heads are added up, and so are the fused calls of
     :class:`fusedce.trainer_rl.FusedPolicyMixin`. With ``FUSEDCE_EXPLAIN=1`` in the environment,
     each place is printed once, as it happens.
