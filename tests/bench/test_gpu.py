@@ -46,6 +46,18 @@ def test_a_suite_that_is_run_again_measures_what_is_left(tmp_path):
     assert [row for row in rows(tmp_path) if row in kept] == kept
 
 
+def test_the_script_finds_the_package_of_its_checkout():
+    """On a machine that has torch and triton, and nothing of ours installed."""
+    code = (
+        "import sys; sys.path.insert(0, 'bench'); import lib, importlib.util; "
+        "print(importlib.util.find_spec('fusedce').origin)"
+    )
+    done = subprocess.run(  # without what is installed here
+        [sys.executable, "-I", "-S", "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.strip().endswith("fusedce/__init__.py"), done.stderr
+
+
 def test_limits_of_the_parts_sum_to_a_quarter_of_an_hour():
     code = "import gpu; print(*(sum(gpu.SUITES.get(s, (0, gpu.TESTS_LIMIT))[1] for s in p) "
     code += "for p in gpu.PARTS.values()))"
