@@ -486,7 +486,7 @@ def tables(data: dict[str, Any], page: Path | None) -> None:
                 "largest error": f"{max(row['errors'].values()):.1e}" if row.get("errors") else "",
             }
             for row in mine
-            if "ModuleNotFoundError" not in row.get("failed", "")
+            if not row.get("failed", "").startswith(("ModuleNotFoundError", "ImportError"))
         ]
         dates = sorted({row["date"] for row in mine})
         body = f"{markdown(cells, once=('N, H, V',))}\n\n{data['device']}; {known}; {dates[-1]}"
