@@ -55,8 +55,6 @@ def explains_names(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if len(args) < len(required) or "weight" in kwargs:
-            _check_given(function.__name__, positional, required, len(args), kwargs)
         for name in kwargs:
             if name not in known:
                 ours = _OURS.get(name)
@@ -64,6 +62,8 @@ def explains_names(function: Callable[P, R]) -> Callable[P, R]:
                     f"{function.__name__}() has no argument {name!r}: "
                     + (f"use {ours}" if ours else f"it has {', '.join(sorted(known))}")
                 )
+        if len(args) < len(required) or "weight" in kwargs:
+            _check_given(function.__name__, positional, required, len(args), kwargs)
         return function(*args, **kwargs)
 
     return call
@@ -81,11 +81,12 @@ def _check_given(
             f": weight= was given besides. Weights of classes are class_weight="
         )
     missing = [x for x in required[n:] if x not in kwargs]
+    given = [x for x in required if x != "self"]
     if missing and missing != required:
         raise TypeError(
-            f"{name}() needs {', '.join(required)}, but not {' and '.join(missing)} was given. It "
+            f"{name}() needs {', '.join(given)}, but not {' and '.join(missing)} was given. It "
             f"takes no logits: pass the hidden states that go into the head and the head's weight, "
-            f"{name}({', '.join(required).replace('weight', 'head.weight')})"
+            f"{name}({', '.join(given).replace('weight', 'head.weight')})"
         )
 
 
