@@ -62,7 +62,8 @@ def test_instinct_cards_have_a_row(card, monkeypatch, name):
 @pytest.mark.parametrize(
     ("H", "dtype", "name"),
     [(64, torch.bfloat16, TRITON_ELSE_TORCH), (72, torch.bfloat16, "torch"),
-     (60, torch.bfloat16, "torch"), (48, torch.float32, TRITON_ELSE_TORCH), (60, torch.float32, "torch")],
+     (60, torch.bfloat16, "torch"), (48, torch.float32, TRITON_ELSE_TORCH),
+     (60, torch.float32, "torch")],
 )  # fmt: skip
 def test_whole_multiples_of_16_alone_go_to_triton(card, H, dtype, name):
     card(9, 0)
