@@ -295,7 +295,16 @@ class LossAccumulator:
                 "frozen, or it was computed under torch.no_grad(). Training needs one of them with "
                 "requires_grad=True; evaluation is fusedce.LossMeter().update(out)"
             )
-        self._engine.backward(scaled)
+        try:
+            self._engine.backward(scaled)
+        except RuntimeError as error:
+            if "second time" not in str(error):
+                raise
+            raise RuntimeError(
+                "out was computed from a graph that an earlier backward has freed: give each loss "
+                "to acc.backward once. Several losses of one forward pass are one micro-batch: name "
+                "them in LossAccumulator(model, losses={...}), acc.backward(main=a, other=b)"
+            ) from error
 
     def add_auxiliary(self, auxiliary: Tensor) -> None:
         """Add a mean (MoE router's loss) to the next ``scale`` of a window with declared counts.

@@ -259,3 +259,17 @@ def test_an_accumulator_for_each_of_six_threads():
             list(pool.map(train, range(6)))  # raises what one of them raises
     finally:
         sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["one loss", "two losses of one graph"])
+def test_a_second_backward_over_one_graph_says_how_to_write_it(same):
+    weight = new_weight()
+    hidden, labels = batches([5])[0]
+    shared = (hidden.to(weight.dtype) * weight.sum()).tanh()
+    first = fused_ce(shared, weight, labels)
+    second = first if same else fused_ce(shared, weight, labels.flip(0))
+    acc = LossAccumulator([weight])
+    acc.backward(first)
+    with pytest.raises(RuntimeError, match=r"give each loss to acc.backward once.*losses="):
+        acc.backward(second)
+    acc.discard_window()
