@@ -302,8 +302,8 @@ class LossAccumulator:
                 raise
             raise RuntimeError(
                 "out was computed from a graph that an earlier backward has freed: give each loss "
-                "to acc.backward once. Several losses of one forward pass are one micro-batch: name "
-                "them in LossAccumulator(model, losses={...}), acc.backward(main=a, other=b)"
+                "to acc.backward once. Several losses of one forward pass are one micro-batch: "
+                "name them in LossAccumulator(model, losses={...}), acc.backward(main=a, other=b)"
             ) from error
 
     def add_auxiliary(self, auxiliary: Tensor) -> None:
