@@ -206,6 +206,7 @@ class LossAccumulator:
         window = self._window
         assert window is not None
         if error is not None:
+            self._watch.drop()
             self._close()
             # Ranks that already know of the error do not come to the window's end.
             if not getattr(error, "is_shared", False) and not window.was_refused():
@@ -214,6 +215,9 @@ class LossAccumulator:
         try:
             window.denominators()
             sums, _ = self._end(CLOSE, window)
+        except BaseException:
+            self._watch.drop()
+            raise
         finally:
             self._close()
         self._count_window(sums)
@@ -285,8 +289,8 @@ class LossAccumulator:
         """``self.scale(out).backward()``, as the engine does it, with the loss scale.
 
         Call it for micro-batches without valid tokens too. If it raises (out of memory), ``.grad``
-        holds a part of this micro-batch that cannot be removed: to go on, leave the ``with``
-        block, or call :meth:`discard_window`.
+        holds a part of this micro-batch that cannot be removed: to go on, leave the ``with`` block
+        and call ``zero_grad``, or in streaming call :meth:`discard_window`.
         """
         scaled = self.scale(out, **outs_by_loss)
         if not scaled.requires_grad:
@@ -316,6 +320,12 @@ class LossAccumulator:
         if auxiliary.numel() != 1:
             raise ValueError(f"auxiliary must be a scalar, got shape {tuple(auxiliary.shape)}")
         if current_backward() != -1:
+            if auxiliary.requires_grad and self._window and self._window.has_graphless_auxiliary:
+                raise RuntimeError(
+                    "add_auxiliary was called inside of a checkpoint with use_reentrant=True, "
+                    "whose first pass has no graph: pass use_reentrant=False, or return the "
+                    "auxiliary loss from the checkpoint and add it outside"
+                )
             return  # a checkpoint computes it again
         if self._window is None or self._window.declared is None:
             raise RuntimeError(
@@ -324,6 +334,7 @@ class LossAccumulator:
                 "corrects all gradients by one factor in finish(), which would rescale the "
                 "auxiliary loss."
             )
+        self._window.has_graphless_auxiliary |= not torch.is_grad_enabled()
         self._window.auxiliary.append(auxiliary.reshape(()))
 
     def finish(self, parameters: Iterable[Tensor] | None = None) -> bool:

@@ -8,7 +8,7 @@ tensor's version grows with each write in place.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import eq, is_not
 from typing import Any
 
@@ -344,9 +344,19 @@ class Watch:
         """Mark the gradients that a step has used, to know them if they stay."""
         if not self._owns(optimizer):
             return
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._mark([p for p in self._parameters or self.parameters() if id(p) in stepped])
+
+    def drop(self) -> None:
+        """Mark what a dropped window has left in ``.grad``: the next one must not add to it."""
+        if self.watches and self._parameters is not None:
+            self._mark(self._parameters)
+
+    @staticmethod
+    def _mark(parameters: Iterable[Tensor]) -> None:
         # A mark on the gradient itself dies with it, and keeps nothing alive; weak references to
         # gradients cost the garbage collector 18 us each. A bucket's views share mark and version.
-        for p in self._parameters or self.parameters():
+        for p in parameters:
             if (grad := p.grad) is not None:
                 _root(grad)._fusedce_spent = version_of(grad)  # type: ignore[attr-defined]
 

@@ -52,6 +52,7 @@ class Window:
         self.done: list[Record] = []  # differentiated
         self.is_open = True
         self.auxiliary: list[Tensor] = []  # () each, waiting for the next loss
+        self.has_graphless_auxiliary = False  # of the first pass of a reentrant checkpoint
         self._denominator = denominator
         self._weights, self._watch, self._engine = weights, watch, engine
         self._loss_scale: Tensor | None = None  # the scaler's (), as the first backward began

@@ -92,7 +92,7 @@ class _Sum(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in (n_valid, argmax) if x is not None))
         ctx.save_for_backward(*saved)
-        ours, backend = not _keeps_saved_tensors(), str(task.problem.backend)
+        ours, backend = not keeps_saved_tensors(), str(task.problem.backend)
         ctx.finish = Finish(task.wanted, hidden.dtype, backend, ours)
         return total, n_valid, argmax
 
@@ -204,7 +204,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(attached.factor, attached.d_hidden, attached.d_weight, attached.d_bias)
     ctx.wanted, ctx.dtype = needed_gradients(ctx, Attached), attached.hidden.dtype
-    ctx.backend, ctx.ours = attached.backend, not _keeps_saved_tensors()
+    ctx.backend, ctx.ours = attached.backend, not keeps_saved_tensors()
 
 
 def _backward(ctx: Any, upstream: Tensor | None) -> tuple[Any, ...]:
@@ -226,7 +226,7 @@ def _backward(ctx: Any, upstream: Tensor | None) -> tuple[Any, ...]:
 _with_gradients.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _keeps_saved_tensors() -> bool:
+def keeps_saved_tensors() -> bool:
     """Whether tensors saved for backward now go to a user's ``saved_tensors_hooks``.
 
     Backward then gets what the hooks return, which may be the user's tensors: it must not write

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fusedce.autograd.sums import (
     in_eager_mode,
+    keeps_saved_tensors,
     needed_gradients,
     no_second_derivative,
     refuse_second_derivatives,
@@ -85,7 +86,8 @@ class _Stats(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Task
     ) -> tuple[Tensor, ...]:
         kept = None
-        if task.divergence is None and task.shard is None:
+        # (A checkpoint's two runs must save the same; other hooks may hold what they are given.)
+        if task.divergence is None and task.shard is None and not keeps_saved_tensors():
             kept = get_backend(task.problem.backend).room_for_logits(task.problem)
         found = compute_stats(task, kept)
         _save(ctx, task.flat(), found, *[] if kept is None else [kept])
@@ -131,7 +133,8 @@ def compute_stats(task: Task, kept: Tensor | None = None) -> tuple[Tensor, ...]:
         else:
             found = backend.token_stats(problem, wanted, to_fill)
         top = found.top if _needs_top(problem, wanted) else z.new_empty(0)
-        assert top is not None
+        if top is None:  # torch computes in Triton's place, in backward too, and needs none
+            top = torch.zeros_like(found.nll)
         return *found[:4], z, top, found.n_valid, argmax
 
 

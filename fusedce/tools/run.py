@@ -143,6 +143,11 @@ class Run:
             TypeError: the mixin does not fit the class.
         """
         run, mixin = self, _mixin_of(cls)
+        for kind in cls.__mro__ if mixin is fusedce.FusedTrainerMixin else ():
+            own = {"training_step", "prediction_step"} & vars(kind).keys()
+            if own and kind.__module__.split(".")[0] not in ("transformers", "trl"):
+                # It may compute another loss than the one that the mixin counts.
+                raise TypeError(f"{kind.__name__} has a {min(own)} of its own")
 
         @functools.wraps(cls.__init__)  # type: ignore[misc]
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -172,12 +177,20 @@ class Run:
                 leave(self, why)
                 return self._get_num_items_in_batch(*args, **kwargs)
 
+        def prediction_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return mixin.prediction_step(self, *args, **kwargs)
+            except ValueError as why:
+                leave(self, why)
+                return self.prediction_step(*args, **kwargs)
+
         body: dict[str, Any] = {
             "__init__": __init__, "__module__": cls.__module__, "__doc__": cls.__doc__,
             "__qualname__": cls.__qualname__,
         }  # fmt: skip
         if mixin is fusedce.FusedTrainerMixin:
             body["_get_num_items_in_batch"] = _get_num_items_in_batch
+            body["prediction_step"] = prediction_step
         return types.new_class(cls.__name__, (mixin, cls), exec_body=lambda ns: ns.update(body))
 
     def note_policy(self, trainer: Any) -> None:

@@ -24,6 +24,7 @@ from support.loops import (
 )
 from support.operators import Calls
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from fusedce import LossAccumulator, fused_ce
@@ -558,3 +559,67 @@ def test_at_most_ten_tensor_operations_for_a_micro_batch(streaming):
     more = operations(streaming, 40) - operations(streaming, 8)
     plain = operations(None, 40) - operations(None, 8)
     assert 0 < (more - plain) / 32 <= 10
+
+
+# ---- gradients that no window may add to, and those that it may --------------------------------
+
+
+@pytest.mark.parametrize("mistake", ["out of memory", "another count"])
+def test_a_dropped_window_is_not_added_to_by_the_next(mistake):
+    weight = new_weight()
+    acc = LossAccumulator([weight])
+    hidden, labels = batches([5])[0]
+
+    def window(declared, fails=False):
+        with acc.window([declared]):
+            acc.backward(fused_ce(hidden.to(weight.dtype), weight, labels))
+            if fails:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+    right = int((labels != -100).sum())
+    if mistake == "out of memory":
+        with pytest.raises(torch.OutOfMemoryError):
+            window(right, fails=True)
+    else:
+        with pytest.raises(RuntimeError, match="was declared with 6"):
+            window(right + 1)
+    with pytest.raises(RuntimeError, match="zero_grad"):
+        window(right)
+    weight.grad = None
+    window(right)
+    exact = torch.autograd.grad(fused_ce(hidden.to(weight.dtype), weight, labels).mean(), weight)[0]
+    torch.testing.assert_close(weight.grad, exact)
+
+
+def test_two_optimizers_may_step_at_their_own_pace():
+    slow, fast = torch.randn(5, 4, requires_grad=True), torch.randn(11, 4, requires_grad=True)
+    acc = LossAccumulator([slow, fast])
+    optimizers = torch.optim.SGD([slow], 0.1), torch.optim.SGD([fast], 0.1)
+    labels = torch.tensor([1, 2, 3, 4, 5])
+    for step in range(4):
+        with acc.window([5]):
+            acc.backward(fused_ce(slow, fast, labels))
+        for optimizer in optimizers[: 1 + step % 2][::-1] if step % 2 else optimizers[1:]:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_an_auxiliary_loss_of_a_reentrant_checkpoint_is_refused():
+    """Its first pass has no graph, and in the second its window has its sum already."""
+    weight, router = new_weight(), torch.ones(1, dtype=torch.float64, requires_grad=True)
+    hidden, labels = batches([5])[0]
+    acc = LossAccumulator([weight, router])
+
+    def body(h):
+        acc.add_auxiliary((router * h.square().mean()).sum())
+        return h * router
+
+    def step(reentrant):
+        h = hidden.to(weight.dtype).requires_grad_()
+        with acc.window([int((labels != -100).sum())]):
+            acc.backward(fused_ce(checkpoint(body, h, use_reentrant=reentrant), weight, labels))
+
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        step(True)
+    weight.grad = router.grad = None
+    step(False)

@@ -147,6 +147,34 @@ def test_functions_of_tokens_and_divergences(monkeypatch):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda h, w, y: fusedce.fused_cross_entropy(h, w, y, reduction="none").sum(),
+        lambda h, w, y: fusedce.fused_ce(h, w, y, monitor=("entropy", "z_loss")).loss_sum,
+        lambda h, w, y: fusedce.fused_ce(h, w, y, label_smoothing=0.1, z_loss=0.1).loss_sum,
+        lambda h, w, y: fusedce.fused_cross_entropy(h, w, y, class_weight=torch.ones(70)),
+    ],
+    ids=["none", "monitor", "options", "class weights"],
+)  # fmt: skip
+def test_losses_once_torch_computes(monkeypatch, loss):
+    hidden, weight, labels, _ = Case((30,), 32, 70).tensors()
+    weight.requires_grad_()
+    monkeypatch.setattr(choose, "default_backend", lambda *_: "torch")
+    expected = loss(hidden, weight, labels)
+    (exact,) = torch.autograd.grad(expected, weight)
+    monkeypatch.setattr(choose, "default_backend", lambda *_: "triton")
+    monkeypatch.setattr(launch, "compact_kernel", Fails(CANNOT["no compiler"][0]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):  # the one that finds out, and one after it
+            found = loss(hidden, weight, labels)
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(torch.autograd.grad(found, weight)[0], exact)
+        with torch.no_grad():
+            torch.testing.assert_close(loss(hidden, weight, labels), expected)
+
+
 def test_every_function_of_a_backend_falls_back():
     wanted = {name for name in vars(choose.Backend) if not name.startswith("_")}
     assert set(vars(fallback.BACKEND)) == wanted

@@ -252,6 +252,63 @@ def test_a_program_of_trl_is_run_unchanged(program, ranks, tmp_path):
     assert sum(model["losses_fused"] for model in report["models"]) >= 2
 
 
+OWN_STEPS = """
+import torch, transformers
+from transformers import BertConfig, BertForQuestionAnswering
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+
+class OwnEvaluation(Trainer):
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with torch.no_grad():
+            return model(**inputs).loss + 1, None, None
+
+class OwnStep(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        for factor in (0.5, 0.5):  # twice, as adversarial training does
+            loss = self.compute_loss(model, inputs)
+            self.accelerator.backward(loss * factor)
+        return loss.detach()
+
+sizes = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+             num_attention_heads=2)
+args = transformers.TrainingArguments(
+    "out", max_steps=2, logging_steps=1, report_to=[], save_strategy="no", use_cpu=True,
+    disable_tqdm=True, per_device_train_batch_size=2,
+)
+rows = [{"input_ids": list(range(n, n + 9)), "labels": list(range(n, n + 9))} for n in range(3, 9)]
+for kind in (OwnEvaluation, OwnStep):
+    torch.manual_seed(0)
+    trainer = kind(LlamaForCausalLM(LlamaConfig(**sizes)), args, train_dataset=rows,
+                   eval_dataset=rows)
+    trainer.train()
+    print("is", trainer.evaluate()["eval_loss"], trainer.state.log_history[0]["loss"])
+torch.manual_seed(0)
+rows = [{"input_ids": r["input_ids"], "start_positions": 1, "end_positions": 3} for r in rows]
+answers = Trainer(BertForQuestionAnswering(BertConfig(**sizes)), args, eval_dataset=rows)
+print("is", answers.evaluate()["eval_loss"], 0.0)
+"""
+
+
+@pytest.mark.slow
+def test_steps_of_a_scripts_own_and_an_evaluation_alone_stay_the_scripts(tmp_path):
+    """The mixin would report another loss than the script's, or stop it."""
+    (tmp_path / "train.py").write_text(OWN_STEPS)
+    stock = python(tmp_path, "train.py")
+    assert stock.returncode == 0, stock.stderr
+    report, done = fused(tmp_path, "train.py")
+
+    def numbers(out):
+        lines = [x.split() for x in out.splitlines() if x.startswith("is ")]
+        return [(float(a), float(b)) for _, a, b in lines]
+
+    assert len(numbers(done.stdout)) == 3
+    for mine, theirs in zip(numbers(done.stdout), numbers(stock.stdout), strict=True):
+        assert mine == pytest.approx(theirs, rel=SAME_MODEL)
+    why = " ".join(str(trainer["why_not"]) for trainer in report["trainers"])
+    assert "OwnEvaluation has a prediction_step of its own" in why
+    assert "OwnStep has a training_step of its own" in why
+
+
 LOOP = """
 import torch, transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM

@@ -335,3 +335,23 @@ def test_a_temperature_that_would_make_logits_infinite():
         for cold in (1e-38, 1e-40):
             with pytest.raises(ValueError, match=rf"temperature must be .* 1e-30.* got {cold}"):
                 call(cold)
+
+
+def test_calls_that_wait_for_one_backward_keep_no_more_logits_than_one():
+    """And what they compute does not depend on whether theirs were kept."""
+    from fusedce.backends.plan import CPU_BUDGET
+    from fusedce.backends.torch import stats_and_grads
+
+    hidden, weight = torch.randn(60, 4), torch.randn(100_000, 4, requires_grad=True)
+    labels = torch.arange(60)
+
+    before = sum(stats_and_grads._kept.values())
+    parts = zip(hidden.split(6), labels.split(6), strict=True)
+    loss = sum(fused_logprobs(h, weight, y).logprob.sum() for h, y in parts)
+    kept = sum(stats_and_grads._kept.values())
+    assert 0 < kept <= CPU_BUDGET
+    (grad,) = torch.autograd.grad(loss, weight)
+    del loss
+    assert sum(stats_and_grads._kept.values()) == before
+    (exact,) = torch.autograd.grad(fused_logprobs(hidden, weight, labels).logprob.sum(), weight)
+    torch.testing.assert_close(grad, exact)

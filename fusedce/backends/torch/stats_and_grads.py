@@ -13,6 +13,8 @@ what it adds to both gradients is added in float32.
 
 from __future__ import annotations
 
+import collections
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -45,15 +47,24 @@ from fusedce.contract.problem import Outputs, Problem, Projection, acc_dtype
 _LOWEST = -1e4  # nats: a probability of 0, in float64 too
 
 
+_kept: collections.Counter[torch.device] = collections.Counter()  # bytes of live kept logits
+
+
 def room_for_logits(problem: Problem) -> Tensor | None:
-    """``(V, N)``, if finished logits of all positions take no more than a chunk's by default."""
+    """``(V, N)``, if finished logits of all positions take no more than a chunk's by default.
+
+    What calls before it have kept counts as well: many may wait for one backward.
+    """
     N, V, acc = len(problem.labels), len(problem.weight), acc_dtype(problem.hidden.dtype)
+    device, size = problem.hidden.device, N * V * acc.itemsize
     limited = problem.memory_budget is not None or problem.chunk_tokens is not None
-    on_cpu = problem.hidden.device.type == "cpu"
-    budget = CPU_BUDGET if on_cpu else device_budget(memory_of(problem.hidden.device))
-    if limited or N * V * acc.itemsize > budget:
+    budget = CPU_BUDGET if device.type == "cpu" else device_budget(memory_of(device))
+    if limited or _kept[device] + size > budget:
         return None
-    return torch.empty(V, N, dtype=acc, device=problem.hidden.device)
+    kept = torch.empty(V, N, dtype=acc, device=device)
+    _kept[device] += size
+    weakref.finalize(kept, _kept.subtract, {device: size})
+    return kept
 
 
 def token_stats(
