@@ -148,7 +148,6 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Callable[..., Any], tuple[A
     plain, narrow, odd = inputs(dtype), inputs(dtype, H=NARROW_H), inputs(dtype, V=ODD_V)
     for option, value in pointwise.items():
         yield f"{option} alone", loss, tuple(x.detach() for x in plain), {option: value}
-    yield "softcap alone", loss, plain, {"softcap": 30.0}
     for name, options in (("", {}), ("bias+scale+cap ", pointwise)):
         yield name, loss, tuple(x.detach() for x in plain), options
         yield name, loss, plain, options
