@@ -139,7 +139,7 @@ def _micro_batches(rows: list[Batch], steps: int) -> list[Batch]:
 
 
 def by_plain_loop(model: Any, rows: list[Batch], steps: int) -> float:
-    """What nanoGPT and most tutorials write: the mean of the micro-batches' means."""
+    """Average the means of the micro-batches, as nanoGPT and most tutorials do."""
     logged = 0.0
     for batch in _micro_batches(rows, steps):
         loss = model(**batch).loss / steps

@@ -53,7 +53,7 @@ def check_losses(losses: Any) -> dict[str, float]:
 
 
 def by_loss(what: str, names: Iterable[str], one: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """What a call with ``one`` argument, or with one for each loss by name, gives for each loss."""
+    """Return a value for each loss: the ``one`` argument, or those given by name."""
     names = list(names)
     if names == [""]:
         if len(one) != 1 or named:

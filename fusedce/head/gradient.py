@@ -195,7 +195,7 @@ def _is_called_by(nodes: frozenset[int]) -> bool:
 
 
 def _added(grads: Sequence[LazyGradient], passed: bool) -> Load | None:
-    """What the result of one more operator carries; ``None`` if it must be real."""
+    """Add the lazy gradients' loads by name; ``None`` if the result must be real."""
     total: Load = {}
     for g in grads:
         if g.memory.values is not None:

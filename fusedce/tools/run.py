@@ -169,28 +169,26 @@ class Run:
             trainer.model_accepts_loss_kwargs = trainer._fusedce_before
             trainer.__class__ = cls
 
-        def _get_num_items_in_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-            """What the mixin finds out about the loss in the first step may be a refusal."""
-            try:
-                return mixin._get_num_items_in_batch(self, *args, **kwargs)
-            except _REFUSALS as why:
-                leave(self, why)
-                return self._get_num_items_in_batch(*args, **kwargs)
+        def unless_refused(name: str, refusals: tuple[type[Exception], ...]) -> Any:
+            """The mixin's method, or the script's once the mixin has refused the model's loss."""
 
-        def prediction_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return mixin.prediction_step(self, *args, **kwargs)
-            except ValueError as why:
-                leave(self, why)
-                return self.prediction_step(*args, **kwargs)
+            def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+                try:
+                    return getattr(mixin, name)(self, *args, **kwargs)
+                except refusals as why:
+                    leave(self, why)
+                    return getattr(self, name)(*args, **kwargs)
+
+            return method
 
         body: dict[str, Any] = {
             "__init__": __init__, "__module__": cls.__module__, "__doc__": cls.__doc__,
             "__qualname__": cls.__qualname__,
         }  # fmt: skip
         if mixin is fusedce.FusedTrainerMixin:
-            body["_get_num_items_in_batch"] = _get_num_items_in_batch
-            body["prediction_step"] = prediction_step
+            body["_get_num_items_in_batch"] = unless_refused("_get_num_items_in_batch", _REFUSALS)
+            # (Whatever else fails there, memory that is short for one, is the model's own.)
+            body["prediction_step"] = unless_refused("prediction_step", (ValueError,))
         return types.new_class(cls.__name__, (mixin, cls), exec_body=lambda ns: ns.update(body))
 
     def note_policy(self, trainer: Any) -> None:

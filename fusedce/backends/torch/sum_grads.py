@@ -160,7 +160,7 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
         of_chunk = problem.rows(chunk)
         totals.append(token_losses(of_chunk, y, nll, lse, found.zmean).sum())
         by = slopes(of_chunk, y, lse)
-        # What makes exponentials probabilities, times the slope of the loss.
+        # These turn exponentials into probabilities, times the slope of the loss.
         factors = (found.k - lse).exp_().mul_(_times(outer, by.nll + by.lse)).to(acc)  # (C,)
         # Gradient of the label's raw product: `p - 1` where the other classes have `p`.
         at_label = nll.neg().expm1_().mul_(_times(outer, by.nll))
