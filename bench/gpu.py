@@ -5,7 +5,7 @@
     python bench/gpu.py part3          # at most 240 s: options, divergences, tokens, small sizes
     python bench/gpu.py ways blocks    # some suites
     python bench/gpu.py part1 --dry    # anywhere: tiny problems, Triton's interpreter
-    python bench/gpu.py table bench/results/gpu-h200.json --page docs/benchmarks.md
+    python bench/gpu.py table bench/results/gpu-h200.json --page docs/benchmarks.md --plots docs
 
 Every time is printed as it is known and written to $OUT/gpu.json (bench/results by default). A
 suite is a process, so that a dead context costs one suite; a suite that is run again measures only
@@ -14,7 +14,8 @@ products of the same turns, since a card that gets warm gets slower. Peers are m
 are installed; `pip install --target SITE wheels/*.whl` and PYTHONPATH=SITE bring them along.
 
 What the figures decide: a step in a CUDA graph far below the step itself means that the host is
-too slow; one GEMM below tiles raises `gemm_up_to`; the best of the blocks goes into `archs.py`.
+too slow; one GEMM below tiles raises `gemm_up_to`; the best of the blocks goes into `archs.py`; a
+tile's product below 0.9 of the rate at 8192 cubed means that tiles must be larger.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -38,13 +40,14 @@ if "--dry" in sys.argv:
 
 import torch
 import torch.nn.functional as F
+from lib.engine import peak_of_call, time_call
 from lib.problems import DIVERGENCES, LOSSES, OPTIONS, Spec, errors, make_inputs, tiny
 from lib.results import FOLDER, ROOT, device_name, source, versions, write
 from lib.tables import markdown, put
 from torch import Tensor
 
 import fusedce
-from fusedce.tools.bench import FLOOR
+from fusedce.tools.bench import FLOOR, bare_gemms
 
 DRY = "--dry" in sys.argv
 DEVICE = "cpu" if DRY else "cuda"
@@ -78,19 +81,6 @@ def training(loss: Callable[..., Tensor], h: Tensor, w: Tensor, y: Tensor) -> Ca
 
 def evaluation(loss: Callable[..., Any], h: Tensor, w: Tensor, y: Tensor) -> Call:
     return torch.no_grad()(lambda: loss(h, w, y))
-
-
-def products(h: Tensor, w: Tensor, train: bool = True) -> Call:
-    """The bare products: one to the logits, and two to the gradients."""
-    h, w = h.detach(), w.detach()
-
-    def call() -> None:
-        z = torch.mm(h, w.t())
-        if train:
-            torch.mm(z, w)
-            torch.mm(z.t(), h)
-
-    return call
 
 
 def ours(h: Tensor, w: Tensor, y: Tensor, **options: Any) -> Tensor:
@@ -136,11 +126,30 @@ def flops(shape: tuple[int, int, int], products: int) -> float:
     return 2.0 * products * N * H * V
 
 
+def suite_ceilings() -> Iterator[Problem]:
+    """What cuBLAS and the memory give at most, and a tile's product beside 8192 cubed."""
+    n, rows, columns = (64, 32, 16) if DRY else (8192, 4096, 2048)
+    kind = torch.float32 if DRY else torch.bfloat16
+    a, b = (torch.randn(n, n, device=DEVICE, dtype=kind) for _ in range(2))
+    total = torch.empty(n, n, device=DEVICE)
+    wide = {} if DRY else {"out_dtype": torch.float32}  # a CPU has no such product
+    of_tile = torch.empty(rows, columns, device=DEVICE)
+    x, y = a[:rows, : n // 2], b[:columns, : n // 2].t()
+    yield (n, n, n), {
+        FLOOR: lambda: torch.mm(a, b.t()),
+        "with a float32 result": lambda: torch.mm(a, b.t(), out=total, **wide),
+        "copy of float32": lambda: total.clone(),
+    }, flops((n, n, n), 1)  # fmt: skip
+    yield (rows, n // 2, columns), {
+        FLOOR: lambda: torch.mm(x, y, out=of_tile, **wide)
+    }, flops((rows, n // 2, columns), 1)  # fmt: skip
+
+
 def suite_training() -> Iterator[Problem]:
     for shape in SHAPES:
         x = inputs(shape)
         step = training(ours, *x)
-        calls = {FLOOR: products(*x[:2]), "fused_ce": step}
+        calls = {FLOOR: bare_gemms(*x), "fused_ce": step}
         if not DRY:
             calls["fused_ce in a CUDA graph"] = graphed(step)
         yield shape, calls, flops(shape, 3)
@@ -149,7 +158,7 @@ def suite_training() -> Iterator[Problem]:
 def suite_evaluation() -> Iterator[Problem]:
     for shape in SHAPES:
         x = inputs(shape)
-        calls = {FLOOR: products(*x[:2], train=False), "fused_ce": evaluation(ours, *x)}
+        calls = {FLOOR: bare_gemms(*x, "forward"), "fused_ce": evaluation(ours, *x)}
         yield shape, calls, flops(shape, 1)
 
 
@@ -162,7 +171,7 @@ def suite_peers() -> Iterator[Problem]:
     }  # fmt: skip
     for shape, some in names.items():
         x = inputs(shape)
-        calls = {FLOOR: products(*x[:2]), "fused_ce": training(ours, *x)}
+        calls = {FLOOR: bare_gemms(*x), "fused_ce": training(ours, *x)}
         torch.compiler.reset()
         calls |= {name: training(LOSSES[name], *x) for name in some}
         yield shape, calls, flops(shape, 3)
@@ -171,7 +180,7 @@ def suite_peers() -> Iterator[Problem]:
 def suite_ways() -> Iterator[Problem]:
     for shape in (LLAMA, GEMMA, *WIDE):
         x = inputs(shape)
-        calls = {FLOOR: products(*x[:2])}
+        calls = {FLOOR: bare_gemms(*x)}
         calls |= {name: training(by_one_gemm(way), *x)
                   for name, way in (("one GEMM", True), ("tiles", False))}  # fmt: skip
         yield shape, calls, flops(shape, 3)
@@ -189,7 +198,7 @@ def suite_blocks() -> Iterator[Problem]:
     for shape in (LLAMA, GEMMA):
         h, w, y = inputs(shape)
         problem = Inputs(h.detach(), w.detach(), y)
-        calls = {FLOOR: products(h, w, train=False)}
+        calls = {FLOOR: bare_gemms(h, w, y, "forward")}
         for b in some:
             calls[f"forward {tuple(b)}"] = functools.partial(forward.loss, problem, b)
         yield shape, calls, flops(shape, 1)
@@ -197,7 +206,7 @@ def suite_blocks() -> Iterator[Problem]:
 
 def suite_options() -> Iterator[Problem]:
     x = inputs((4096, 2048, 128256))
-    calls = {FLOOR: products(*x[:2]), "fused_ce": training(ours, *x),
+    calls = {FLOOR: bare_gemms(*x), "fused_ce": training(ours, *x),
              "eager": training(LOSSES["eager"], *x)}  # fmt: skip
     calls |= {name: training(loss, *x) for name, loss in OPTIONS.items()}
     yield (4096, 2048, 128256), calls, flops((4096, 2048, 128256), 3)
@@ -206,7 +215,7 @@ def suite_options() -> Iterator[Problem]:
 def suite_divergences() -> Iterator[Problem]:
     shape = (4096, 2048, 128256)
     x = inputs(shape)
-    calls = {FLOOR: products(*x[:2])}
+    calls = {FLOOR: bare_gemms(*x)}
     calls |= {name: training(loss, *x) for name, loss in DIVERGENCES.items()}
     yield shape, calls, flops(shape, 3)
 
@@ -215,7 +224,7 @@ def suite_classes() -> Iterator[Problem]:
     shape = (4096, 2048, 128256)
     x = inputs(shape)
     calls = {
-        FLOOR: products(*x[:2], train=False),
+        FLOOR: bare_gemms(*x, "forward"),
         "fused_argmax": evaluation(lambda h, w, y: fusedce.fused_argmax(h, w), *x),
         "eager argmax": evaluation(lambda h, w, y: F.linear(h, w).argmax(-1), *x),
         "fused_topk, 5": evaluation(lambda h, w, y: fusedce.fused_topk(h, w, 5), *x),
@@ -229,7 +238,7 @@ def suite_classes() -> Iterator[Problem]:
 def suite_small() -> Iterator[Problem]:
     for shape in ((64, 1024, 32000), (512, 2048, 32000), (2048, 896, 151936)):
         x = inputs(shape)
-        calls = {FLOOR: products(*x[:2]), "fused_ce": training(ours, *x)}
+        calls = {FLOOR: bare_gemms(*x), "fused_ce": training(ours, *x)}
         calls |= {"eager": training(LOSSES["eager"], *x)}
         yield shape, calls, flops(shape, 3)
 
@@ -266,14 +275,15 @@ def suite_model() -> Iterator[Problem]:
 
 
 SUITES: dict[str, tuple[Callable[[], Iterator[Problem]], int]] = {  # with seconds at most
-    "training": (suite_training, 60), "evaluation": (suite_evaluation, 40),
+    "ceilings": (suite_ceilings, 20), "training": (suite_training, 60),
+    "evaluation": (suite_evaluation, 40),
     "peers": (suite_peers, 110), "ways": (suite_ways, 70), "blocks": (suite_blocks, 45),
     "model": (suite_model, 60), "options": (suite_options, 70),
     "divergences": (suite_divergences, 45), "classes": (suite_classes, 40),
     "small": (suite_small, 40),
 }  # fmt: skip
 PARTS = {
-    "part1": ["tests", "training", "evaluation"],
+    "part1": ["tests", "ceilings", "training", "evaluation"],
     "part2": ["peers", "ways", "blocks", "model"],
     "part3": ["options", "divergences", "classes", "small"],
 }
@@ -281,38 +291,6 @@ TESTS_LIMIT = 120
 
 
 # ---- measuring ------------------------------------------------------------------------------
-
-
-def burst(call: Call, seconds: float = 0.25, most: int = 10) -> tuple[float, float]:
-    """Milliseconds of a call on the device, and by the clock: medians, no wait between calls."""
-    begin = time.perf_counter()
-    call()
-    if DRY:
-        return (1e3 * (time.perf_counter() - begin),) * 2
-    torch.cuda.synchronize()
-    n = max(3, min(most, int(seconds / max(time.perf_counter() - begin, 1e-4))))
-    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(n)]
-    begin = time.perf_counter()
-    for first, last in marks:
-        first.record()
-        call()
-        last.record()
-    torch.cuda.synchronize()
-    wall = 1e3 * (time.perf_counter() - begin) / n
-    return sorted(a.elapsed_time(b) for a, b in marks)[n // 2], wall
-
-
-def peak(call: Call) -> int | None:
-    """MiB that a call holds at most beside what is there before and what it leaves."""
-    if DRY:
-        return None
-    call()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()  # with the gradients that a step leaves
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) // 2**20
 
 
 def clocks() -> str:
@@ -328,18 +306,22 @@ def measure(calls: dict[str, Call], rounds: int) -> dict[str, dict[str, Any]]:
         try:
             begin = time.perf_counter()
             call()
-            rows[name] = {"first_s": round(time.perf_counter() - begin, 2), "peak_mib": peak(call)}
+            rows[name] = {"first_s": round(time.perf_counter() - begin, 2)}
+            if not DRY:  # what a step leaves, its gradients, was there before
+                rows[name]["peak_mib"] = peak_of_call(call, DEVICE) // 2**20
         except Exception as error:
             rows[name] = {"failed": f"{type(error).__name__}: {str(error).strip()[:150]}"}
     alive = [name for name in calls if "failed" not in rows[name]]
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in alive}
-    for turn in range(rounds):
+    times: dict[str, list[dict[str, float]]] = {name: [] for name in alive}
+    for turn in range(rounds if alive else 0):
         at = turn % len(alive)
         for name in alive[at:] + alive[:at]:
-            times[name].append(burst(calls[name]))
+            found = time_call(calls[name], DEVICE, 1 if DRY else 10)
+            times[name].append({kind: median(x) for kind, x in found.items()})
     for name, found in times.items():
-        ms, wall = (sorted(x[i] for x in found)[len(found) // 2] for i in (0, 1))
-        rows[name] |= {"ms": round(ms, 3), "wall_ms": round(wall, 3)}
+        for kind, key in (("seconds", "ms"), ("wall_seconds", "wall_ms")):
+            if found and kind in found[0]:
+                rows[name][key] = round(1e3 * median([x[kind] for x in found]), 3)
     return rows
 
 
@@ -354,7 +336,7 @@ def profile(call: Call) -> list[str]:
 
 
 def load() -> dict[str, Any]:
-    """What was measured on this device with these versions; else nothing."""
+    """Return the file's rows if they are of this device and these versions; else none."""
     now = {"device": device_name(DEVICE), "versions": versions(), "rows": []}
     if OUT.exists():
         old = json.loads(OUT.read_text())
@@ -433,9 +415,19 @@ def main() -> int:
     parser.add_argument("what", nargs="+", help="part1 to part3, tests, or suites; or table FILE")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--page", type=Path, help="page whose marked tables to rewrite")
+    parser.add_argument("--plots", type=Path, help="folder for the picture")
     args = parser.parse_args()
     if args.what[0] == "table":
-        tables(json.loads(Path(args.what[1]).read_text()), args.page)
+        file = Path(args.what[1])
+        data = json.loads(file.read_text())
+        tables(data, args.page)
+        if args.plots:
+            from lib import pictures
+
+            where = (
+                f"{data['device']}, torch {data['versions']['torch']}, {data['rows'][0]['date']}"
+            )
+            print(pictures.gpu(data["rows"], where, args.plots / f"{file.stem}.png"))
         return 0
     if args.what[0] == "suite":
         run_suite(args.what[1])

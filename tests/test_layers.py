@@ -15,7 +15,7 @@ FLOORS = (
     {"autograd"},
     {"loss", "sharded"},
     {"head", "testing", "recipes"},
-    {"trainer", "trainer_rl", "auditing"},
+    {"trainer", "trainer_rl", "logged_stats", "auditing"},
     {"__init__"},
     {"tools"},
     {"cli", "__main__"},

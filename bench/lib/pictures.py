@@ -134,6 +134,27 @@ def budget(rows: Sequence[Row], where: str, folder: Path, tag: str) -> list[Path
     return [save(titled(figure, title, caption), folder / f"budget-{tag}.png")]
 
 
+def gpu(rows: Sequence[Row], where: str, path: Path) -> Path:
+    """Time, memory and error of the peers at the first problem that `bench/gpu.py` measured."""
+    rows = [r for r in rows if r["suite"] == "peers" and "ms" in r]
+    N, H, V = rows[0]["shape"]
+    rows = [r for r in rows if r["shape"] == [N, H, V] and r["name"] != FLOOR]
+    figure = styled(10, 2.9)
+    panels = figure.subplots(1, 3)
+    for panel, title, values, text in (
+        (panels[0], "time over three bare products", [r["over_products"] for r in rows], _times),
+        (panels[1], "peak beyond inputs and gradients", [r["peak_mib"] for r in rows], _mib),
+        (panels[2], "largest error against float64", [max(r["errors"].values()) for r in rows],
+         lambda x: f"{x:.1e}"),
+    ):  # fmt: skip
+        bars(panel, [(r["name"], x) for r, x in zip(rows, values, strict=True)], text)
+        panel.set_title(title)
+        if panel is not panels[0]:
+            panel.set_yticks(range(len(rows)), [""] * len(rows))
+    caption = f"One forward + backward, bfloat16, {N} tokens, H={H}, V={V}. {where}"
+    return save(titled(figure, "", caption), path)
+
+
 def accumulation(data: dict[str, Any], path: Path) -> Path:
     """One panel per regime: the logged losses above, their distance to 32x1 below."""
     regimes = data["regimes"]

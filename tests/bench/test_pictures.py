@@ -41,6 +41,11 @@ def test_the_overview_needs_a_time_and_a_peak_of_one_problem(losses, gaps, tmp_p
     assert all(p.exists() for p in pictures.overview(both, gaps, "a device", tmp_path, "cuda"))
 
 
+def test_a_gpu_s_peers_are_drawn(tmp_path):
+    rows = json.loads((RESULTS / "gpu-h200.json").read_text())["rows"]
+    assert pictures.gpu(rows, "a card", tmp_path / "g.png").stat().st_size > 10_000
+
+
 def test_accumulation_is_drawn_regime_by_regime(gaps, tmp_path):
     assert pictures.accumulation(gaps, tmp_path / "a.png").exists()
     one = gaps | {"regimes": dict(list(gaps["regimes"].items())[:1])}
