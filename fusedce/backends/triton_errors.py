@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import re
 
-import torch
-
 # A pattern of an error's type and words, and what it means. An error of none of these kinds is not
 # about the machine.
 _CAUSES = (
@@ -44,8 +42,6 @@ class CannotLaunch(RuntimeError):
 def why(error: BaseException) -> str | None:
     """Cause and remedy, if an error of a launch is about the machine and not about the call."""
     said = f"{' '.join(c.__name__ for c in type(error).__mro__)}: {error}"
-    if "InterpreterError" in said or isinstance(error, torch.OutOfMemoryError):
-        return None
     if isinstance(error, OSError) and error.errno in _FOLDER:
         found = (
             "Triton cannot write its cache: set TRITON_CACHE_DIR to a folder that can be written"
