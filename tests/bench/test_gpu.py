@@ -27,7 +27,7 @@ def rows(out):
 def test_a_suite_that_does_not_exist_is_refused_before_anything_runs(tmp_path):
     done = run("--dry", "evaluation", "tiem", out=tmp_path)
     assert done.returncode == 2
-    assert "no suite tiem: one of part1, part2, part3, tests, training" in done.stderr
+    assert "no suite tiem: one of part1, part2, part3, tests, ceilings, training" in done.stderr
     assert "==" not in done.stdout
 
 
