@@ -28,7 +28,7 @@ _KEPT_KINDS = ("RuntimeError", "TypeError", "ValueError")
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
-class Told(NamedTuple):
+class RankReport(NamedTuple):
     """The row of one rank: ``settings`` or the text of an ``error``, and ``numbers``."""
 
     settings: dict[str, Any]
@@ -36,13 +36,13 @@ class Told(NamedTuple):
     numbers: list[int]
 
 
-def read(table: Tensor) -> list[Told]:
+def read(table: Tensor) -> list[RankReport]:
     """Copy the rows of all ranks, ``(ranks, TEXT + n)`` int64, to the host; waits for them."""
     told = []
     for row in table.tolist():
         text = json.loads(struct.pack(f"{TEXT}q", *row[:TEXT]))
         failed = isinstance(text, str)
-        told.append(Told({} if failed else text, text if failed else "", row[TEXT:]))
+        told.append(RankReport({} if failed else text, text if failed else "", row[TEXT:]))
     return told
 
 
@@ -50,7 +50,7 @@ def row(settings: Mapping[str, object] | str, numbers: Tensor) -> Tensor:
     """``(TEXT + n,)`` int64 on the device of ``numbers (n,)`` int64, without waiting for it.
 
     Args:
-        settings: what must be equal on all ranks, or an error's words (:func:`words_of`), which
+        settings: what must be equal on all ranks, or an error's words (:func:`error_text`), which
             are cut to fit.
 
     Raises:
@@ -76,13 +76,13 @@ def send(row: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     return table, getattr(dist, ALL_GATHER)(table.view(-1), row, group=group, async_op=True)
 
 
-def words_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Describe an error to other ranks: its kind, where it was raised, its text."""
     text = f"{type(error).__name__}: {error}"
     return f"{text[:400]} (on rank {dist.get_rank()})"
 
 
-def failure_of(told: Iterable[Told]) -> Exception | None:
+def failure_of(told: Iterable[RankReport]) -> Exception | None:
     """The error of the first rank that has failed; ``None`` if none has.
 
     The kinds of :data:`_KEPT_KINDS`, which argument checks raise, are kept. Others become
@@ -95,7 +95,7 @@ def failure_of(told: Iterable[Told]) -> Exception | None:
     return getattr(builtins, name)(text) if name in _KEPT_KINDS else RuntimeError(words)
 
 
-def differing(told: list[Told]) -> tuple[str, list[Any]] | None:
+def differing(told: list[RankReport]) -> tuple[str, list[Any]] | None:
     """The first setting in which ranks differ, and its value on each of them, else ``None``."""
     for name in dict.fromkeys(name for one in told for name in one.settings):
         values = [one.settings.get(name) for one in told]
@@ -144,7 +144,7 @@ def own_group(group: dist.ProcessGroup, error: str = "") -> dist.ProcessGroup | 
         if error:
             return None
         store.wait(keys, *([] if timeout is None else [timeout]))
-        failure = failure_of(Told({}, store.get(key).decode()[1:], []) for key in keys)
+        failure = failure_of(RankReport({}, store.get(key).decode()[1:], []) for key in keys)
         if failure is not None:
             return failure
         _OWN[group] = dist.new_group(

@@ -6,5 +6,5 @@
 * ``softmax_grad``: exponentials, losses and row factors of a chunk of logits; or the gradient of a
   tile of logits, whose tokens have upstream factors of their own.
 * ``input_grads``: adds the labels' entries, which the GEMMs leave out, to the gradients.
-* ``divergence``: divergence of a student from a teacher, and the student's gradient.
+* ``divergence_rows``: divergence of a student from a teacher, and the student's gradient.
 """

@@ -23,14 +23,14 @@ import triton.language as tl
 
 @triton.jit(
     do_not_specialize=[
-        "hidden", "columns", "order", "entries", "n", "C", "stride_hn", "stride_row"
+        "hidden", "columns", "order", "label_grads", "n", "C", "stride_hn", "stride_row"
     ]
 )  # fmt: skip
 def label_grad_kernel(
     hidden,  # (C, H)
     columns,  # (n,) int, sorted
     order,  # (n,) int64: index of each in the flat (K, C) before sorting
-    entries,  # (K, C) fp32
+    label_grads,  # (K, C) fp32
     d_weight,  # (V, H) to add to, or None
     d_bias,  # (V,) fp32 to add to, or None
     n,
@@ -64,7 +64,7 @@ def label_grad_kernel(
         mask_c &= tl.load(columns + offs_c, mask=mask_c, other=0) == column
         index = tl.load(order + offs_c, mask=mask_c, other=0)
         rows = index % C
-        entry = tl.load(entries + index // C * stride_row + rows, mask=mask_c, other=0.0)
+        entry = tl.load(label_grads + index // C * stride_row + rows, mask=mask_c, other=0.0)
         if d_weight is not None:
             at = hidden + rows[:, None] * stride_hn + offs_h[None, :]
             h = tl.load(at, mask=mask_c[:, None] & mask_h[None, :], other=0.0).to(tl.float32)
@@ -82,13 +82,15 @@ def label_grad_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["columns", "entries", "row_factors", "rows", "begin", "first", "stride_row"]
-)
+    do_not_specialize=[
+        "columns", "label_grads", "row_factors", "rows", "begin", "first", "stride_row"
+    ]
+)  # fmt: skip
 def hidden_grad_kernel(
-    products,  # (rows, H) fp32: AMPLIFY * g @ weight, g the logits' gradient from row `begin` on
+    products,  # (rows, H) fp32: GRAD_SCALE * g @ weight, g the logits' gradient from row `begin` on
     weight,  # (V, H)
     columns,  # (ENTRIES, C) int: classes of the entries that were left out of g
-    entries,  # (ENTRIES, C) fp32: their values
+    label_grads,  # (ENTRIES, C) fp32: their values
     row_factors,  # (C,) fp32 or None: factors of the rows of products
     rows,  # (N,) int32: position of each row
     d_hidden,  # (N, H) out
@@ -100,7 +102,7 @@ def hidden_grad_kernel(
     stride_dn,
     stride_row,  # of columns and entries
     factor,  # of all rows
-    AMPLIFY: tl.constexpr,
+    GRAD_SCALE: tl.constexpr,
     ENTRIES: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -109,7 +111,7 @@ def hidden_grad_kernel(
     products += tl.program_id(0).to(tl.int64) * H
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = offs_h < H
-    g = tl.load(products + offs_h, mask=mask_h, other=0.0) * (1.0 / AMPLIFY)
+    g = tl.load(products + offs_h, mask=mask_h, other=0.0) * (1.0 / GRAD_SCALE)
     if row_factors is not None:
         g *= tl.load(row_factors + c)
     for entry in range(ENTRIES):
@@ -117,7 +119,7 @@ def hidden_grad_kernel(
         known = column < V  # the entry of a bad label is NaN
         at = weight + tl.where(known, column, 0).to(tl.int64) * stride_wv + offs_h
         w = tl.where(known, tl.load(at, mask=mask_h, other=0.0).to(tl.float32), 0.0)
-        g += tl.load(entries + entry * stride_row + c) * w
+        g += tl.load(label_grads + entry * stride_row + c) * w
     row = tl.load(rows + first + c).to(tl.int64)
     out = d_hidden + row * stride_dn + offs_h
     tl.store(out, (g * factor).to(d_hidden.dtype.element_ty), mask=mask_h)

@@ -16,7 +16,7 @@ probability; those of torch's bfloat16 logits are 3 to 15 there.
 References are powers of two, so changing the reference is an exact factor. A block that exceeds
 2^30 times the label's exponential takes a reference of its own; then `softmax_rows_kernel` rescales
 that row to its highest reference. For float16, whose range is too small, it rescales every row, to
-probabilities (``NORMALISE``).
+probabilities (``STORE_PROBS``).
 
 Rounding an exponential to bf16 is a relative error of 2^-9, no more than rounding the gradient
 itself; a logit rounded to bf16 would be wrong by 2^-9 *of its size*, and the probability with it.
@@ -107,7 +107,7 @@ def exp_tile_kernel(
     stride_block,  # of maxima, sums and best
     scale,  # None for 1
     softcap,  # or None
-    AMPLIFY: tl.constexpr,  # a power of two on what is stored: small numbers underflow in fp16
+    GRAD_SCALE: tl.constexpr,  # a power of two on what is stored: small numbers underflow in fp16
     BLOCK_V: tl.constexpr,
 ):
     """Exponentials of one block of a row's products, with the block's maximum and sum."""
@@ -139,15 +139,16 @@ def exp_tile_kernel(
     if best is not None:
         tl.store(best + at_block, begin + start + tl.argmax(z, axis=0))
     g = e * slope
-    if AMPLIFY != 1.0:
-        g *= AMPLIFY
+    if GRAD_SCALE != 1.0:
+        g *= GRAD_SCALE
     tl.store(exps + c * stride_ec + begin + offs_t, g.to(exps.dtype.element_ty), mask=mask_t)
 
 
 @triton.jit(
     do_not_specialize=[
-        "hidden", "labels", "maxima", "sums", "z_label", "losses", "entries", "terms", "lse",
-        "row_factors", "best", "argmax", "rows", "first", "stride_hn", "stride_row", "stride_terms",
+        "hidden", "labels", "maxima", "sums", "z_label", "losses", "label_grads",
+        "loss_slopes", "lse", "row_factors", "best", "argmax", "rows", "first", "stride_hn",
+        "stride_row", "stride_slopes",
     ]
 )  # fmt: skip
 def softmax_rows_kernel(
@@ -159,10 +160,10 @@ def softmax_rows_kernel(
     sums,  # (blocks, C) fp32
     z_label,  # (C,) fp32
     losses,  # (C,) fp32 out
-    entries,  # (C,) fp32 out: the label's gradient, 0 in exps; without AMPLIFY and row factor
+    label_grads,  # (C,) fp32 out: without GRAD_SCALE and row factor; 0 in exps
     count,  # () int32: rows from here on (counted from the first chunk's) are padding
-    terms,  # (3, C) fp32 or None: the gradient is a * (p - onehot) + (b + b2 * lse) * p
-    lse,  # (C,) fp32 out, with terms
+    loss_slopes,  # (3, C) fp32 or None: the gradient is a * (p - onehot) + (b + b2 * lse) * p
+    lse,  # (C,) fp32 out, with loss_slopes
     row_factors,  # (C,) fp32 out, or None: factor of the row
     best,  # (blocks, rows) int32, or None
     argmax,  # (N,) int64 out, where there is best
@@ -173,11 +174,11 @@ def softmax_rows_kernel(
     width,  # V rounded up to a multiple of 16: stride of exps
     stride_hn,
     stride_row,  # of maxima, sums and best
-    stride_terms,
+    stride_slopes,
     scale,  # None for 1
     softcap,  # or None
-    AMPLIFY: tl.constexpr,
-    NORMALISE: tl.constexpr,  # exps become probabilities, and row_factors are powers of two
+    GRAD_SCALE: tl.constexpr,
+    STORE_PROBS: tl.constexpr,  # exps become probabilities, and row_factors are powers of two
     BLOCKS: tl.constexpr,  # at least V / BLOCK_V
     BLOCK_V: tl.constexpr,  # entries that share a maximum
     BLOCK_H: tl.constexpr,
@@ -199,10 +200,10 @@ def softmax_rows_kernel(
                 none = tl.zeros((BLOCK_H,), dtype=scaled.dtype.element_ty)
                 tl.store(scaled + c * H + start + offs_h, none, mask=start + offs_h < H)
         tl.store(losses + c, 0.0)
-        tl.store(entries + c, 0.0)
+        tl.store(label_grads + c, 0.0)
         if row_factors is not None:
             tl.store(row_factors + c, 0.0)
-        if terms is not None:
+        if loss_slopes is not None:
             tl.store(lse + c, 0.0)
         return
 
@@ -213,7 +214,7 @@ def softmax_rows_kernel(
     label = tl.where(known, label, -1).to(tl.int32)
     z = tl.load(z_label + c)
     own = None
-    if not NORMALISE:
+    if not STORE_PROBS:
         own = z
     offs_b = tl.arange(0, BLOCKS)
     mask_b = offs_b < tl.cdiv(V, BLOCK_V)
@@ -233,14 +234,14 @@ def softmax_rows_kernel(
     factor = to_p
 
     # Phase 2: options of the loss change the factor and the label's entry.
-    if terms is not None:
+    if loss_slopes is not None:
         log_sum = tl.log((exp(z, top) + others).to(tl.float64)) + top.to(tl.float64) / LOG2E
-        a = tl.load(terms + c)
-        by_lse = tl.load(terms + 2 * stride_terms + c) * log_sum.to(tl.float32)
-        b = tl.load(terms + stride_terms + c) + by_lse
+        a = tl.load(loss_slopes + c)
+        by_lse = tl.load(loss_slopes + 2 * stride_slopes + c) * log_sum.to(tl.float32)
+        b = tl.load(loss_slopes + stride_slopes + c) + by_lse
         of_p = a + b
         g_label = a * g_label + b * (exp(z, top) * inverse * logits_slope(z, scale, softcap))
-        if NORMALISE:
+        if STORE_PROBS:
             # The row's factor takes the size of the weights, so that no number stored is larger
             # than `scale`.
             size = tl.abs(a) + tl.abs(b)
@@ -263,12 +264,12 @@ def softmax_rows_kernel(
         index = tl.load(best + block * stride_row + c)
         index = tl.where(z > m_others, label, index)
         tl.store(argmax + tl.load(rows + first + c), index.to(tl.int64))
-    tl.store(entries + c, g_label)
+    tl.store(label_grads + c, g_label)
 
     # Phase 4: the row is read and rewritten where its blocks differ in their references, or where
     # it has to be normalised.
     end = width
-    if not NORMALISE:
+    if not STORE_PROBS:
         lowest = tl.min(tl.where(empty, reference, references), axis=0)
         end = tl.where(lowest < reference, width, 0)
     for start in range(0, end, BLOCK_V):
@@ -277,7 +278,7 @@ def softmax_rows_kernel(
         g = tl.load(exps + offs, mask=offs < width, other=0.0).to(tl.float32)
         of_block = tl.where(of_block == float("-inf"), reference, block_reference(of_block, own))
         g *= tl.exp2(of_block - reference)
-        if NORMALISE:
+        if STORE_PROBS:
             g *= to_p
         g = tl.where(offs == label, 0.0, g)
         tl.store(exps + offs, g.to(exps.dtype.element_ty), mask=offs < width)
@@ -292,13 +293,13 @@ def softmax_rows_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "labels", "lse", "top", "temperature", "alpha", "beta", "gamma", "at_label", "entries",
+        "labels", "lse", "top", "temperature", "alpha", "beta", "gamma", "at_label", "label_grads",
         "first", "begin", "T",
     ]
 )  # fmt: skip
 def token_grad_kernel(
     products,  # (C, T) fp32: hidden @ weight[begin : begin + T].T
-    grads,  # (C, T) out: AMPLIFY times the derivative by the products
+    grads,  # (C, T) out: GRAD_SCALE times the derivative by the products
     bias,  # (V,) from `begin`, or None
     class_weight,  # (V,) fp32 from `begin`, or None
     labels,  # (C,) int
@@ -309,7 +310,7 @@ def token_grad_kernel(
     beta,  # or None
     gamma,  # or None
     at_label,  # (C,) fp32: g at the label
-    entries,  # (C,) fp32 out: the label's, without AMPLIFY
+    label_grads,  # (C,) fp32 out: the label's, without GRAD_SCALE
     count,  # () int32: rows from here on (counted from the first block's) are padding
     first,
     begin,
@@ -319,7 +320,7 @@ def token_grad_kernel(
     stride_gc,
     scale,  # None for 1
     softcap,  # or None
-    AMPLIFY: tl.constexpr,
+    GRAD_SCALE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Store the gradient of one block of a row, and the label's entry apart."""
@@ -356,11 +357,11 @@ def token_grad_kernel(
         else:
             g += tl.load(gamma + c)
     slope = logits_slope(z, scale, softcap)
-    g *= slope * AMPLIFY
+    g *= slope * GRAD_SCALE
 
     at = label_of_tile(labels, c, begin, start, T, BLOCK_V)
     if at >= 0:
         own = tl.sum(tl.where(offs_t == at, slope, 0.0), axis=0)
-        tl.store(entries + c, tl.load(at_label + c) * own)
+        tl.store(label_grads + c, tl.load(at_label + c) * own)
     g = tl.where(offs_t == at, 0.0, g)
     tl.store(out, g.to(grads.dtype.element_ty), mask=mask_t)

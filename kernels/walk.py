@@ -103,7 +103,7 @@ def add_statistics(z, m, others, moment, index, start_v, moments, best):
 @triton.jit
 def store_exponentials(
     z, slope, row, mask_n, exps, maxima, sums, best, z_label, start_v, width, stride_ec,
-    stride_split, AMPLIFY: tl.constexpr, BLOCK_V: tl.constexpr,
+    stride_split, GRAD_SCALE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Store a tile's exponentials, and its maximum and sum of each row."""
     m_tile = tl.max(z, axis=1)
@@ -117,8 +117,8 @@ def store_exponentials(
     if best is not None:
         tl.store(best + at, start_v + tl.argmax(z, axis=1), mask=mask_n)
     g = e * slope
-    if AMPLIFY != 1.0:
-        g *= AMPLIFY
+    if GRAD_SCALE != 1.0:
+        g *= GRAD_SCALE
     offs_v = start_v + tl.arange(0, BLOCK_V)
     mask = mask_n[:, None] & (offs_v < width)[None, :]
     out = exps + row[:, None] * stride_ec + offs_v[None, :]
@@ -212,7 +212,7 @@ def walk_kernel(
     tiles_per_split,
     splits,
     EPILOGUE: tl.constexpr,
-    AMPLIFY: tl.constexpr,  # a power of two on what is stored: small numbers underflow in fp16
+    GRAD_SCALE: tl.constexpr,  # a power of two on what is stored: small numbers underflow in fp16
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,  # divides H
@@ -268,7 +268,7 @@ def walk_kernel(
             z = others_of_tile(z, label, start_v, V, BLOCK_V)
             store_exponentials(
                 z, slope, row, mask_n, exps, maxima, sums, best, z_label, start_v, width, stride_ec,
-                stride_split, AMPLIFY, BLOCK_V,
+                stride_split, GRAD_SCALE, BLOCK_V,
             )  # fmt: skip
     if EPILOGUE != EXPONENTIALS:
         at = split * stride_split + offs_n

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedce import agreement
-from fusedce.agreement import Told
+from fusedce.agreement import RankReport
 from fusedce.contract.groups import Ranks
 from fusedce.contract.results import MONITORS
 
@@ -73,7 +73,7 @@ class Pending(NamedTuple):
         floats = (struct.unpack(f"{_NUMBERS}d", x) for x in bits)
         return [sum(of_ranks) for of_ranks in zip(*floats, strict=True)]
 
-    def read_rows(self) -> list[Told]:
+    def read_rows(self) -> list[RankReport]:
         """The rows of all ranks, if they arrive on a CPU within :data:`GRACE`; else none."""
         if self.work is not None and self.table.device.type == "cpu":
             with contextlib.suppress(RuntimeError):  # the others are elsewhere, or gone
@@ -146,7 +146,7 @@ class Exchange:
         self.has_failed = True
         if (group := self.ranks.group()) is None:
             return
-        words, device = agreement.words_of(mark_shared(error)), agreement.device_for(group, _CPU)
+        words, device = agreement.error_text(mark_shared(error)), agreement.device_for(group, _CPU)
         nothing = torch.zeros(LENGTH - agreement.TEXT, dtype=torch.int64, device=device)
         row = agreement.row(words, nothing)
         with contextlib.suppress(RuntimeError):  # no rank has answered
@@ -185,7 +185,7 @@ class Exchange:
             raise mark_shared(RuntimeError(f"{words}. {_ADVICE}")) from error
 
 
-def explain(rows: list[Told]) -> Exception | None:
+def explain(rows: list[RankReport]) -> Exception | None:
     """The error that all ranks raise for the rows of all of them; ``None`` if none."""
     if (failure := agreement.failure_of(rows)) is not None:
         return failure

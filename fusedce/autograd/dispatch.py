@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fusedce.autograd import sums, tokens
-from fusedce.backends import chosen
+from fusedce.backends import class_logits
 from fusedce.backends.choose import get_backend, resolve_backend
 from fusedce.contract.checks import transformed
 from fusedce.contract.objective import Stats, fold_class_weight, with_expected_upstream
@@ -90,7 +90,8 @@ def token_stats(task: Task) -> tuple[Tensor, Stats]:
     if task.problem.labels.dim() == 1:
         return -stats.nll, stats
     valid = task.problem.valid()
-    return chosen.logprobs(z, chosen.likeliest(z.detach(), valid), stats.nll, valid), stats
+    best = class_logits.likeliest(z.detach(), valid)
+    return class_logits.logprobs(z, best, stats.nll, valid), stats
 
 
 def _prepared(task: Task) -> Task:

@@ -25,7 +25,7 @@ from fusedce.autograd.sums import (
     no_second_derivative,
     refuse_second_derivatives,
 )
-from fusedce.backends import chosen
+from fusedce.backends import class_logits
 from fusedce.backends.choose import Backend, get_backend
 from fusedce.backends.gradients import Dtypes, Gradients, check_divergence_budget, input_dtypes
 from fusedce.backends.shards import (
@@ -119,11 +119,11 @@ def compute_stats(task: Task, kept: Tensor | None = None) -> tuple[Tensor, ...]:
             loss, n_valid, *_ = backend.divergence_and_grads(task.replace(wanted=Outputs()))
             lse, *nothing = (loss.new_empty(0) for _ in range(5))
             return loss, lse.double(), *nothing, n_valid, labels.new_empty(0, dtype=torch.int64)
-        problem = chosen.subtract_fixed_bytes(problem, wanted, shard)
+        problem = class_logits.subtract_fixed_bytes(problem, wanted, shard)
         z = problem.hidden.new_empty(0, dtype=acc_dtype(problem.hidden.dtype))
         if labels.dim() == 2:
-            z = chosen.logits_of_classes(problem, shard)
-            problem = chosen.one_class(problem, z)
+            z = class_logits.logits_of_classes(problem, shard)
+            problem = class_logits.one_class(problem, z)
         argmax = labels.new_empty(len(labels) if wanted.argmax else 0, dtype=torch.int64)
         to_fill = argmax if wanted.argmax else None
         if shard is not None:
@@ -235,12 +235,12 @@ def compute_grads(
             d_hidden, d_weight, d_bias = (x.to(dtype) for x in made[3:])
             return d_hidden, d_weight, d_bias
         V, classes = len(problem.weight) if shard is None else shard.V, None
-        problem = chosen.subtract_fixed_bytes(problem, wanted, shard)
+        problem = class_logits.subtract_fixed_bytes(problem, wanted, shard)
         if problem.labels.dim() == 2:
-            valid, classes = chosen.in_range(problem, problem.labels, V)
+            valid, classes = class_logits.in_range(problem, problem.labels, V)
             classes = classes.masked_fill(~valid, -1)
-            problem = chosen.one_class(problem, values.z)
-        upstream = upstream_of(problem, values, upstreams, V=V, chosen=classes)
+            problem = class_logits.one_class(problem, values.z)
+        upstream = upstream_of(problem, values, upstreams, V=V, classes=classes)
         given = problem, wanted, values.lse, upstream, input_dtypes(problem)
         if shard is not None:
             return ShardedBackend(backend, shard).token_grads(*given)

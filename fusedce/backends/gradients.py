@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.plan import Call, choose_plan, device_budget, plan_tiles
+from fusedce.backends.plan import Sizes, choose_plan, device_budget, plan_tiles
 from fusedce.contract.problem import Outputs, Problem, Task, acc_dtype
 
 
@@ -45,12 +45,12 @@ def sizes_of(
     *,
     logit: int | None = None,  # bytes a chunk holds of each logit; default: those of an input
     triton: bool = False,
-    gemm_block: int = 0,  # see `Call`
-) -> Call:
+    gemm_block: int = 0,  # see `Sizes`
+) -> Sizes:
     """Read from a problem what a plan depends on."""
     (N, H), V = problem.hidden.shape, problem.weight.shape[0]
     element = problem.hidden.element_size()
-    return Call(
+    return Sizes(
         n,
         N,
         V,
@@ -71,7 +71,7 @@ def sizes_of(
     )
 
 
-def check_budget(problem: Problem, call: Call) -> None:
+def check_budget(problem: Problem, call: Sizes) -> None:
     """Raise ValueError where a pass over tokens, or its backward pass, exceeds the budget.
 
     ``call`` is of all tokens and of the gradients that backward will be asked for.
@@ -90,11 +90,11 @@ def check_divergence_budget(task: Task) -> None:
         return
     n, triton = len(problem.labels), problem.by_triton()
     call = sizes_of(problem, wanted, n, saved_grad_dtypes(problem), triton=triton)
-    call = _of_backward(call).beside(divergence.teacher_size())
+    call = _of_backward(call).with_teacher(divergence.teacher_size())
     choose_plan(call, memory_budget=problem.memory_budget)
 
 
-def _of_backward(call: Call) -> Call:
+def _of_backward(call: Sizes) -> Sizes:
     """Backward leaves out tokens whose gradient is 0; the Triton backend gathers the others."""
     gathers = call.triton and (call.hidden or call.weight or call.bias)
     return call._replace(N=max(call.N, call.n + 1)) if gathers else call

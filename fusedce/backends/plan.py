@@ -59,10 +59,10 @@ class Limits(NamedTuple):
 
 CPU = Limits(64, 16, 2**20, 1024, 1024, ROW_MULTIPLE)
 DEVICE = Limits(768, 128, 2**26, 8192, 8192, 2 * ROW_MULTIPLE)
-ONE_CHUNK, CHUNKS, TILES = WAYS = ("one chunk", "chunks", "tiles")
+ONE_CHUNK, CHUNKS, TILES = STRATEGIES = ("one chunk", "chunks", "tiles")
 
 
-class Call(NamedTuple):
+class Sizes(NamedTuple):
     """Sizes and dtypes that decide the memory of one forward and backward pass."""
 
     n: int  # tokens that are computed
@@ -85,13 +85,13 @@ class Call(NamedTuple):
     gemm_block: int = 0  # classes of a block where one GEMM makes the exponentials; 0: tiles do
     teacher: int | None = None  # H of the teacher of a divergence; 0: given probabilities instead
 
-    def beside(self, teacher: int | None) -> Call:
+    def with_teacher(self, teacher: int | None) -> Sizes:
         """The call of a divergence: from a teacher of that H, or from probabilities (None)."""
         return self._replace(logit=self.acc, teacher=teacher or 0)
 
     @property
     def limits(self) -> Limits:
-        """Limits of the device that computes the call."""
+        """Limits of the device that computes."""
         return CPU if self.on_cpu else DEVICE
 
     @property
@@ -105,10 +105,10 @@ class Call(NamedTuple):
         return self.weight and self.element < self.acc and not self.wide_weight
 
 
-class Way(NamedTuple):
+class Plan(NamedTuple):
     """The way one call is computed."""
 
-    name: str  # one of WAYS
+    name: str  # one of STRATEGIES
     tokens: int  # of a chunk, or of a block of a tile; at least 1
     classes: int  # of a tile
     held: dict[str, int]  # bytes by purpose
@@ -120,8 +120,8 @@ class Way(NamedTuple):
 
 
 def choose_plan(
-    call: Call, *, chunk_tokens: int | None = None, memory_budget: int | None = None
-) -> Way:
+    sizes: Sizes, *, chunk_tokens: int | None = None, memory_budget: int | None = None
+) -> Plan:
     """The fastest way within ``memory_budget`` bytes; without one, chunks as large as are useful.
 
     ``chunk_tokens`` is obeyed as it is.
@@ -130,14 +130,14 @@ def choose_plan(
         ValueError: the budget is less than the least possible, which the message says.
     """
     if memory_budget is None:
-        C = chunk_size(call) if chunk_tokens is None else chunk_tokens
-        return chunked(call, C, tile_classes(call, None, min(C, call.n)))
-    return _fitting(call, _candidates(call, tile_classes(call, memory_budget)), memory_budget)
+        C = chunk_size(sizes) if chunk_tokens is None else chunk_tokens
+        return chunked(sizes, C, tile_classes(sizes, None, min(C, sizes.n)))
+    return _fitting(sizes, _candidates(sizes, tile_classes(sizes, memory_budget)), memory_budget)
 
 
 def plan_tiles(
-    call: Call, *, chunk_tokens: int | None = None, memory_budget: int | None = None
-) -> Way:
+    sizes: Sizes, *, chunk_tokens: int | None = None, memory_budget: int | None = None
+) -> Plan:
     """The way by tiles of the vocabulary: of all functions that have a gradient of each token.
 
     ``chunk_tokens``: of a block.
@@ -147,14 +147,14 @@ def plan_tiles(
     """
     if memory_budget is not None:
         return _fitting(
-            call, _tile_candidates(call, tile_classes(call, memory_budget)), memory_budget
+            sizes, _tile_candidates(sizes, tile_classes(sizes, memory_budget)), memory_budget
         )
-    n, most = max(call.n, 1), call.limits.block_tokens
-    T = tile_classes(call, None, most)
-    if call.triton:
-        most = call.budget // (T * (4 + call.element))
-    tokens = equal_parts(n, most, call.limits.block_multiple)
-    return by_tiles(call, tokens if chunk_tokens is None else min(chunk_tokens, n), T)
+    n, most = max(sizes.n, 1), sizes.limits.block_tokens
+    T = tile_classes(sizes, None, most)
+    if sizes.triton:
+        most = sizes.budget // (T * (4 + sizes.element))
+    tokens = equal_parts(n, most, sizes.limits.block_multiple)
+    return by_tiles(sizes, tokens if chunk_tokens is None else min(chunk_tokens, n), T)
 
 
 def evaluation_tile(n: int, *, on_cpu: bool) -> tuple[int, int]:
@@ -167,7 +167,7 @@ def evaluation_tile(n: int, *, on_cpu: bool) -> tuple[int, int]:
 def is_one_tile(n: int, V: int, logit: int, *, on_cpu: bool) -> bool:
     """Whether a call of the torch backend without a budget is one chunk of one tile.
 
-    Most small calls are, and need no `Call` and no plan.
+    Most small calls are, and need no `Sizes` and no plan.
     """
     limits = CPU if on_cpu else DEVICE
     return most_classes(limits, n) >= V and n * V * logit <= CPU_BUDGET
@@ -178,49 +178,50 @@ def most_classes(limits: Limits, tokens: int) -> int:
     return min(max(limits.tile_elements // max(tokens, 1), 256), 8192)
 
 
-def least_bytes(call: Call) -> int:
+def least_bytes(sizes: Sizes) -> int:
     """The least budget of :func:`choose_plan`."""
     return min(
-        make(call, sizes[0], T).bytes for make, sizes, T in _candidates(call, _LEAST_CLASSES)
+        make(sizes, tokens[0], T).bytes for make, tokens, T in _candidates(sizes, _LEAST_CLASSES)
     )
 
 
 # ---- ways within a budget -----------------------------------------------------------------------
 
-_Sizes = tuple[Callable[[Call, int, int], Way], range, int]  # a way, its tokens, classes of a tile
+# A plan's function, the tokens of a chunk or block that it may have, classes of a tile.
+_Candidate = tuple[Callable[[Sizes, int, int], Plan], range, int]
 
 
-def _fitting(call: Call, ways: list[_Sizes], budget: int) -> Way:
+def _fitting(sizes: Sizes, ways: list[_Candidate], budget: int) -> Plan:
     """The first of ``ways`` within a budget, of as many tokens as fit, in parts of equal size."""
-    for make, sizes, T in ways:
-        if make(call, sizes[0], T).bytes <= budget:  # bytes grow with the tokens
-            most = bisect.bisect(sizes, budget, key=lambda tokens: make(call, tokens, T).bytes)
-            return make(call, equal_parts(max(call.n, 1), sizes[most - 1], sizes.step), T)
-    tried = (make(call, sizes[0], T) for make, sizes, T in ways)
-    least = min(tried, key=lambda way: way.bytes)
+    for make, tokens, T in ways:
+        if make(sizes, tokens[0], T).bytes <= budget:  # bytes grow with the tokens
+            most = bisect.bisect(tokens, budget, key=lambda n: make(sizes, n, T).bytes)
+            return make(sizes, equal_parts(max(sizes.n, 1), tokens[most - 1], tokens.step), T)
+    tried = (make(sizes, tokens[0], T) for make, tokens, T in ways)
+    least = min(tried, key=lambda plan: plan.bytes)
     held = ", ".join(f"{name} {count / MiB:.1f} MiB" for name, count in least.held.items())
     raise ValueError(
-        f"memory_budget must be at least {least.bytes} bytes for {call.N} tokens, V={call.V}, "
-        f"H={call.H}, got {budget}: {held}"
+        f"memory_budget must be at least {least.bytes} bytes for {sizes.N} tokens, V={sizes.V}, "
+        f"H={sizes.H}, got {budget}: {held}"
     )
 
 
-def _candidates(call: Call, classes: int) -> list[_Sizes]:
+def _candidates(sizes: Sizes, classes: int) -> list[_Candidate]:
     """Ways to try, with tiles of at most so many classes, the fastest first."""
-    n, most, step = max(call.n, 1), _most_tokens(call), call.limits.multiple
+    n, most, step = max(sizes.n, 1), _most_tokens(sizes), sizes.limits.multiple
     # Where tiles are no choice, a small budget makes chunks of very few tokens.
-    few = call.limits.least_tokens if call.teacher is None else step
-    sizes = [range(n, n + 1)]
+    few = sizes.limits.least_tokens if sizes.teacher is None else step
+    ranges = [range(n, n + 1)]
     if few < n and few <= most:
-        sizes.append(range(few, most + 1, step))
-    ways = [(chunked, tokens, T) for tokens in sizes for T in _halved(classes)]
-    return ways + (_tile_candidates(call, classes) if call.teacher is None else [])
+        ranges.append(range(few, most + 1, step))
+    ways = [(chunked, tokens, T) for tokens in ranges for T in _halved(classes)]
+    return ways + (_tile_candidates(sizes, classes) if sizes.teacher is None else [])
 
 
-def _tile_candidates(call: Call, classes: int) -> list[_Sizes]:
+def _tile_candidates(sizes: Sizes, classes: int) -> list[_Candidate]:
     """Ways by tiles of at most ``classes``, narrower before blocks would have very few tokens."""
-    step = call.limits.block_multiple
-    most = max(call.n, 1) if call.triton else min(max(call.n, 1), call.limits.block_tokens)
+    step = sizes.limits.block_multiple
+    most = max(sizes.n, 1) if sizes.triton else min(max(sizes.n, 1), sizes.limits.block_tokens)
     most = -(-most // step) * step
     least = {T: min(most, max(step, min(4 * step, T // 4))) for T in _halved(classes)}
     return [(by_tiles, range(tokens, most + 1, step), T) for T, tokens in least.items()]
@@ -240,51 +241,51 @@ def device_budget(memory: int | None) -> int:
     return LARGE_DEVICE_BUDGET if large else DEVICE_BUDGET
 
 
-def chunk_size(call: Call) -> int:
+def chunk_size(sizes: Sizes) -> int:
     """Tokens per chunk where no budget is given, at least 1.
 
     One chunk needs no float32 accumulator of the weight gradient, ``4 * V * H`` bytes that every
     chunk moves twice. So one chunk is both smaller and faster while its logits take no more bytes
     than those of a usual chunk and the accumulator together.
     """
-    n, most = call.n, _most_tokens(call)
-    if n <= most + (4 * call.H // call.logit if call.accumulator else 0):
+    n, most = sizes.n, _most_tokens(sizes)
+    if n <= most + (4 * sizes.H // sizes.logit if sizes.accumulator else 0):
         return max(n, 1)
-    return min(equal_parts(n, most, call.limits.multiple), most)
+    return min(equal_parts(n, most, sizes.limits.multiple), most)
 
 
-def _most_tokens(call: Call) -> int:
-    budget = CPU_BUDGET if call.on_cpu else call.budget
-    most = max(budget // (call.V * call.logit), call.limits.multiple)
-    if not call.on_cpu:
+def _most_tokens(sizes: Sizes) -> int:
+    budget = CPU_BUDGET if sizes.on_cpu else sizes.budget
+    most = max(budget // (sizes.V * sizes.logit), sizes.limits.multiple)
+    if not sizes.on_cpu:
         return min(most, _DEVICE_TOKENS)
     # Adding a chunk of C tokens to the weight gradient takes about 24 / C of its product's time. So
     # a chunk may hold H / 4 tokens: in float32, logits of a quarter of that gradient's bytes.
-    return max(most, call.H // 4) if call.weight else most
+    return max(most, sizes.H // 4) if sizes.weight else most
 
 
-def tile_classes(call: Call, memory_budget: int | None, C: int = 1) -> int:
+def tile_classes(sizes: Sizes, memory_budget: int | None, C: int = 1) -> int:
     """Classes of a tile, at most. Under a budget they follow from H, the dtype and the budget.
 
     With a budget of four times the least or more, these are the classes of a tile of every batch,
     and a token has the same bits in each. Nearer to the least, the number of tokens decides whether
     tiles must be narrower (:func:`_tile_candidates`), and the last bits depend on it.
     """
-    most = call.limits.tile_classes
+    most = sizes.limits.tile_classes
     if memory_budget is None:
-        if call.triton:
+        if sizes.triton:
             return most
-        return most_classes(call.limits, C)
-    tokens = 2048 if call.triton else 128
-    each = tokens * (4 + call.element) + (1 if call.triton else 3) * call.H * call.acc
+        return most_classes(sizes.limits, C)
+    tokens = 2048 if sizes.triton else 128
+    each = tokens * (4 + sizes.element) + (1 if sizes.triton else 3) * sizes.H * sizes.acc
     while most > _LEAST_CLASSES and most * each > memory_budget // 3:
         most //= 2
     return most
 
 
-def compared_classes(call: Call, C: int, T: int) -> int:
+def compared_classes(sizes: Sizes, C: int, T: int) -> int:
     """Classes of which two heads' logits are compared at a time: they stay in a core's cache."""
-    return min(max(COMPARED_ELEMENTS_CPU * call.threads // C, 64), T) if call.on_cpu else T
+    return min(max(COMPARED_ELEMENTS_CPU * sizes.threads // C, 64), T) if sizes.on_cpu else T
 
 
 def equal_parts(n: int, most: int, multiple: int) -> int:
@@ -301,34 +302,34 @@ def multiple_of_16(n: int) -> int:
 # ---- bytes --------------------------------------------------------------------------------------
 
 
-def chunked(call: Call, C: int, T: int) -> Way:
+def chunked(sizes: Sizes, C: int, T: int) -> Plan:
     """The way by chunks of ``C`` tokens, on the torch backend by tiles of ``T`` classes."""
-    n, V, H, acc = call.n, call.V, call.H, call.acc
-    T, narrow = min(T, V), call.element < acc
+    n, V, H, acc = sizes.n, sizes.V, sizes.H, sizes.acc
+    T, narrow = min(T, V), sizes.element < acc
     name, C = (ONE_CHUNK, max(n, 1)) if n <= C else (CHUNKS, C)
-    width = multiple_of_16(V) if call.triton else V
-    held = {"logits of a chunk": C * width * call.logit * (2 if call.teacher else 1)}
-    if call.triton:
+    width = multiple_of_16(V) if sizes.triton else V
+    held = {"logits of a chunk": C * width * sizes.logit * (2 if sizes.teacher else 1)}
+    if sizes.triton:
         # Products of a tile of the logits, and of rows of d_hidden, share a buffer.
-        tile = 0 if call.gemm_block else min(tile_products(H) + 16 * C, C * width)
+        tile = 0 if sizes.gemm_block else min(tile_products(H) + 16 * C, C * width)
         held["tile of products"] = 4 * max(tile, min(max(TILE_ELEMENTS[0], 128 * H), C * H))
         # Single entries and their sorted copies take 80 bytes a token.
-        held["statistics and entries"] = C * (8 * -(-V // (call.gemm_block or EXP_BLOCK_V)) + 84)
-        if call.weight and narrow:
-            held["scaled hidden states"] = C * H * call.element
+        held["statistics and entries"] = C * (8 * -(-V // (sizes.gemm_block or EXP_BLOCK_V)) + 84)
+        if sizes.weight and narrow:
+            held["scaled hidden states"] = C * H * sizes.element
     else:
-        held["tiles"] = call.copies * C * T * acc
+        held["tiles"] = sizes.copies * C * T * acc
         held["rows of hidden states"] = 7 * C * H * acc
-        held["rows of weight"] = T * (H + (call.teacher or 0)) * acc if narrow else 0
-    if name == CHUNKS and call.accumulator:
+        held["rows of weight"] = T * (H + (sizes.teacher or 0)) * acc if narrow else 0
+    if name == CHUNKS and sizes.accumulator:
         held["d_weight in float32"] = acc * V * H
-    if call.teacher is not None:
-        held["hidden states of the teacher"] = C * call.teacher * acc
-        if call.triton:
+    if sizes.teacher is not None:
+        held["hidden states of the teacher"] = C * sizes.teacher * acc
+        if sizes.triton:
             held["d_hidden of a chunk"] = C * H * acc
         else:
-            held["tiles of divergences"] = 4 * C * compared_classes(call, C, T) * acc
-    return _way(call, name, C, V if call.triton else T, held)
+            held["tiles of divergences"] = 4 * C * compared_classes(sizes, C, T) * acc
+    return _plan(sizes, name, C, V if sizes.triton else T, held)
 
 
 def tile_products(H: int, elements: tuple[int, int] = TILE_ELEMENTS) -> int:
@@ -336,39 +337,40 @@ def tile_products(H: int, elements: tuple[int, int] = TILE_ELEMENTS) -> int:
     return min(max(TILE_FLOPS // (2 * H), elements[0]), elements[1])
 
 
-def by_tiles(call: Call, R: int, T: int) -> Way:
+def by_tiles(sizes: Sizes, R: int, T: int) -> Plan:
     """Tiles of ``R`` tokens and ``T`` classes, and the bytes that they hold."""
-    n, H, acc = call.n, call.H, call.acc
-    T, narrow = min(T, call.V), call.element < acc
+    n, H, acc = sizes.n, sizes.H, sizes.acc
+    T, narrow = min(T, sizes.V), sizes.element < acc
     rows = T * H * acc
-    held = {"d_weight of a tile": rows if call.weight and narrow else 0}
-    if call.triton:
+    held = {"d_weight of a tile": rows if sizes.weight and narrow else 0}
+    if sizes.triton:
         held["tile of products"] = R * multiple_of_16(T) * 4
-        held["gradient of a tile"] = R * multiple_of_16(T) * call.element
-        if call.hidden and n < call.N:
+        held["gradient of a tile"] = R * multiple_of_16(T) * sizes.element
+        if sizes.hidden and n < sizes.N:
             held["d_hidden of the rows used"] = n * H * acc
-        if call.weight and call.fp16:
-            held["scaled hidden states"] = n * H * (acc + call.element)
+        if sizes.weight and sizes.fp16:
+            held["scaled hidden states"] = n * H * (acc + sizes.element)
         # Up to five numbers a row and split, before the tiles are made.
-        before = 20 * call.N * min(-(-call.V // 64), MAX_SPLITS)
+        before = 20 * sizes.N * min(-(-sizes.V // 64), MAX_SPLITS)
         held["statistics"] = max(before - sum(held.values()), 0) + 4 * 16 * n
     else:
-        held["tiles"] = call.copies * R * T * acc
+        held["tiles"] = sizes.copies * R * T * acc
         held["rows of hidden states"] = 3 * R * H * acc
         held["rows of weight"] = rows if narrow else 0
-        held["statistics"] = 8 * 16 * call.N
-    return _way(call, TILES, R, T, held)
+        held["statistics"] = 8 * 16 * sizes.N
+    return _plan(sizes, TILES, R, T, held)
 
 
-def _way(call: Call, name: str, tokens: int, classes: int, held: dict[str, int]) -> Way:
+def _plan(sizes: Sizes, name: str, tokens: int, classes: int, held: dict[str, int]) -> Plan:
     """A way that holds ``held``, and what every way holds."""
-    N, H, acc, narrow = call.N, call.H, call.acc, call.element < call.acc
+    N, H, acc, narrow = sizes.N, sizes.H, sizes.acc, sizes.element < sizes.acc
+    waiting, gathered = sizes.weight and sizes.wide_weight, sizes.triton and sizes.n < N
     held |= {
-        "d_hidden in float32": N * H * acc if call.hidden and narrow else 0,
-        "d_weight waiting in float32": call.V * H * acc if call.weight and call.wide_weight else 0,
-        "hidden states gathered": call.n * H * call.element if call.triton and call.n < N else 0,
+        "d_hidden in float32": N * H * acc if sizes.hidden and narrow else 0,
+        "d_weight waiting in float32": sizes.V * H * acc if waiting else 0,
+        "hidden states gathered": sizes.n * H * sizes.element if gathered else 0,
         "positions": 24 * N,
-        "held besides": call.fixed,
-        "products of the library": SCRATCH_CPU if call.on_cpu else 0,
+        "held besides": sizes.fixed,
+        "products of the library": SCRATCH_CPU if sizes.on_cpu else 0,
     }
-    return Way(name, tokens, classes, {name: count for name, count in held.items() if count})
+    return Plan(name, tokens, classes, {name: count for name, count in held.items() if count})

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusedce.agreement import ALL_GATHER, not_all_came
 from fusedce.backends.gradients import sizes_of
-from fusedce.backends.plan import DEVICE_BUDGET, Call
+from fusedce.backends.plan import DEVICE_BUDGET, Sizes
 from fusedce.contract.problem import Outputs, Problem, Shard, acc_dtype
 
 
@@ -44,7 +44,7 @@ def waiting_for_ranks(group: dist.ProcessGroup) -> Iterator[None]:
         ) from error
 
 
-def sharded_sizes(problem: Problem, shard: Shard, n: int) -> Call:
+def sharded_sizes(problem: Problem, shard: Shard, n: int) -> Sizes:
     """Sizes for a plan of ``n`` tokens, of the largest shard: all ranks make the same plan."""
     acc, triton = acc_dtype(problem.hidden.dtype).itemsize, problem.by_triton()
     wanted, logit = Outputs(hidden=True, weight=True), None if triton else acc

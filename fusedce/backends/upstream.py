@@ -21,7 +21,7 @@ class SavedStats(NamedTuple):
     lse: Tensor  # (N,)
     entropy: Tensor  # (N,), or (0,)
     zmean: Tensor  # (N,), or (0,)
-    z: Tensor  # (N, K) logits of chosen classes, or (0,)
+    z: Tensor  # (N, K) logits of the classes asked for, or (0,)
     top: Tensor  # (N,) the largest logit, or (0,)
 
 
@@ -41,7 +41,7 @@ def upstream_of(
     upstreams: StatGrads,
     *,
     V: int,  # all classes; a shard's weight holds only some of them
-    chosen: Tensor | None = None,  # (N, K) the classes of values.z; -1 for none
+    classes: Tensor | None = None,  # (N, K) the classes of values.z; -1 for none
 ) -> LogitGrad:
     """Factors of the gradient of a row of logits, by
 
@@ -86,8 +86,8 @@ def upstream_of(
         beta = None if beta is None else beta * sharp
         gamma = None if gamma is None else gamma * sharp
     at_classes = None
-    if upstreams.z is not None and chosen is not None:
-        head, none = Projection.of(problem), chosen < 0
+    if upstreams.z is not None and classes is not None:
+        head, none = Projection.of(problem), classes < 0
         t = torch.ones_like(values.z, dtype=torch.float64)
         if problem.temperature is not None:
             t = problem.temperature.double()[:, None].masked_fill(none, 1)
@@ -101,7 +101,7 @@ def upstream_of(
         alpha, beta = alpha + beta * low, beta * torch.exp(-low)
     alpha = alpha * torch.exp(-low) + 0 * at_label
     top = values.top if len(values.top) else None
-    return LogitGrad(alpha, beta, gamma, at_label, used, chosen, at_classes, top)
+    return LogitGrad(alpha, beta, gamma, at_label, used, classes, at_classes, top)
 
 
 def loss_in_two_passes(

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from fusedce.agreement import (
     TEXT,
-    Told,
+    RankReport,
     device_for,
     differing,
+    error_text,
     failure_of,
     read,
     row,
     send,
-    words_of,
 )
 from fusedce.backends.choose import resolve_backend
 from fusedce.backends.shards import ALL_HERE, Tokens, waiting_for_ranks
@@ -201,7 +201,7 @@ def _compare(
     problem: Problem,  # of local tensors
     groups: list[dist.ProcessGroup],  # as :func:`_groups_of`, the vocabulary's last
     asked: dict[str, Any],  # settings of this call beside the problem's
-    told: list[Told],
+    told: list[RankReport],
 ) -> tuple[Shard, Tokens]:
     """Compare the ranks' settings and tokens, and find each rank's rows of the vocabulary.
 
@@ -284,10 +284,10 @@ def tell_peers_on_error(
         if device is None or device.type in ("cpu", "meta"):  # where NCCL sends nothing
             device = device_for(groups[-1], torch.device("cpu"))
         nothing = torch.zeros(LENGTH - TEXT, dtype=torch.int64, device=device)
-        _all_gather_rows(row(words_of(error), nothing), groups)
+        _all_gather_rows(row(error_text(error), nothing), groups)
 
 
-def _all_gather_rows(mine: Tensor, groups: list[dist.ProcessGroup]) -> list[Told]:
+def _all_gather_rows(mine: Tensor, groups: list[dist.ProcessGroup]) -> list[RankReport]:
     """Gather what the ranks that share the vocabulary hold: one all-gather in each of ``groups``.
 
     Every rank takes part in all of them, a rank with an error too: so the error passes from one

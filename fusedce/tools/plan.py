@@ -10,7 +10,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any, NamedTuple
 
-from fusedce.backends.plan import EXP_GEMM_H, Call, choose_plan, device_budget, least_bytes
+from fusedce.backends.plan import EXP_GEMM_H, Sizes, choose_plan, device_budget, least_bytes
 from fusedce.tools import pairs, size
 from fusedce.tools.model_sizes import UserError, sizes
 
@@ -74,15 +74,15 @@ def plan(
     }
 
 
-def call(N: int, H: int, V: int, b: int, device: Device | None) -> Call:
+def call(N: int, H: int, V: int, b: int, device: Device | None) -> Sizes:
     """Sizes for the plan of a device, ``None`` being a CPU, which computes in float32.
 
     ``b``: bytes of an element. All labels are valid.
     """
     if device is None:
-        return Call(N, N, V, H, b, 4, on_cpu=True, triton=False, budget=device_budget(None))
+        return Sizes(N, N, V, H, b, 4, on_cpu=True, triton=False, budget=device_budget(None))
     block = device.gemm_block if device.gemm_up_to >= H else 0
-    return Call(N, N, V, H, b, b, budget=device_budget(device.memory), gemm_block=block)
+    return Sizes(N, N, V, H, b, b, budget=device_budget(device.memory), gemm_block=block)
 
 
 def text(found: dict[str, Any]) -> str:

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from fusedce.backends import plan
 from fusedce.backends.gradients import Gradients, input_dtypes
-from fusedce.backends.plan import CHUNKS, ONE_CHUNK, TILES, Call, MiB
+from fusedce.backends.plan import CHUNKS, ONE_CHUNK, TILES, MiB, Sizes
 from fusedce.backends.triton import archs
 from fusedce.contract.problem import Outputs, Problem
 
-LLAMA = Call(8192, 8192, 128256, 4096, element=2, logit=2)
-SMOLLM = Call(4096, 4096, 49152, 576, element=2, logit=4, on_cpu=True, triton=False)
+LLAMA = Sizes(8192, 8192, 128256, 4096, element=2, logit=2)
+SMOLLM = Sizes(4096, 4096, 49152, 576, element=2, logit=4, on_cpu=True, triton=False)
 
 
 def test_one_chunk_beats_several_beside_an_accumulator_until_it_is_larger():
@@ -26,7 +26,7 @@ def test_one_chunk_beats_several_beside_an_accumulator_until_it_is_larger():
 
 def test_chunks_of_a_large_head_on_a_cpu_are_worth_adding_to_its_gradient():
     """They may hold a quarter of the float32 gradient; a frozen head has none."""
-    large = Call(384, 512, 128256, 2048, element=4, logit=4, on_cpu=True, triton=False)
+    large = Sizes(384, 512, 128256, 2048, element=4, logit=4, on_cpu=True, triton=False)
     assert plan.chunk_size(large) == 384
     many = plan.chunk_size(large._replace(n=8192, N=8192))
     assert many * 4 * 128256 <= 4 * 2048 * 128256 / 4
@@ -40,7 +40,7 @@ def test_rows_take_bytes_in_proportion_to_their_width_and_dtype(n, H, triton, fp
     """Beside tiles, Triton holds 16 float32 numbers of a token, a CPU 12 float64 of a position."""
 
     def held(H, element):
-        call = Call(n, n + 7, 5000, H, element, 4, fp16=fp16, triton=triton, on_cpu=not triton)
+        call = Sizes(n, n + 7, 5000, H, element, 4, fp16=fp16, triton=triton, on_cpu=not triton)
         chunked, tiled = plan.chunked(call, 64, 1000).held, plan.by_tiles(call, 64, 1000).held
         assert tiled["statistics"] >= (16 * 4 * n if triton else 12 * 8 * (n + 7))
         every = [*chunked.items(), *tiled.items()]
@@ -50,8 +50,11 @@ def test_rows_take_bytes_in_proportion_to_their_width_and_dtype(n, H, triton, fp
 
 
 def test_a_teachers_hidden_states_are_held_beside_a_chunk():
-    call = Call(100, 100, 5000, 64, element=4, logit=4, triton=True)
-    given, taught = plan.choose_plan(call.beside(None)), plan.choose_plan(call.beside(48))
+    call = Sizes(100, 100, 5000, 64, element=4, logit=4, triton=True)
+    given, taught = (
+        plan.choose_plan(call.with_teacher(None)),
+        plan.choose_plan(call.with_teacher(48)),
+    )
     assert "hidden states of the teacher" not in given.held
     assert taught.held["hidden states of the teacher"] == taught.tokens * 48 * 4
 
@@ -111,7 +114,7 @@ def test_less_memory_takes_the_next_way():
 
 
 calls = st.builds(
-    lambda n, more, V, H, element, on_cpu, wide, weight: Call(
+    lambda n, more, V, H, element, on_cpu, wide, weight: Sizes(
         n, n + more, V, H, element, 4 if on_cpu else element, wide_weight=wide and element == 2,
         weight=weight, on_cpu=on_cpu, triton=not on_cpu,
     ),
@@ -133,7 +136,7 @@ def test_what_a_way_holds_fits_the_budget_and_more_is_never_slower(call, more):
         bytes_ = plan.chunked(call, larger, way.classes).bytes
         assert bytes_ > budget or larger > plan._most_tokens(call)
     richer = plan.choose_plan(call, memory_budget=2 * budget)
-    assert plan.WAYS.index(richer.name) <= plan.WAYS.index(way.name)
+    assert plan.STRATEGIES.index(richer.name) <= plan.STRATEGIES.index(way.name)
     if richer.name == way.name == CHUNKS:
         assert richer.tokens >= way.tokens or richer.tokens >= plan.chunk_size(call)
 
@@ -155,12 +158,12 @@ def test_too_small_a_budget_says_the_least(call):
 def test_too_small_a_budget_for_a_divergence_says_the_least(call, teacher_H):
     """Fewer bytes make narrower tiles, with which all budgets above the least fit."""
     with pytest.raises(ValueError, match=r"memory_budget must be at least \d+ bytes") as said:
-        plan.choose_plan(call.beside(teacher_H), memory_budget=1)
+        plan.choose_plan(call.with_teacher(teacher_H), memory_budget=1)
     least = int(str(said.value).split("at least ")[1].split()[0])
     for budget in (least, least + 1, least * 9 // 8, least * 3 // 2, 2 * least):
-        assert plan.choose_plan(call.beside(teacher_H), memory_budget=budget).bytes <= budget
+        assert plan.choose_plan(call.with_teacher(teacher_H), memory_budget=budget).bytes <= budget
     with pytest.raises(ValueError, match=f"at least {least} bytes"):
-        plan.choose_plan(call.beside(teacher_H), memory_budget=least - 1)
+        plan.choose_plan(call.with_teacher(teacher_H), memory_budget=least - 1)
 
 
 @given(calls, st.integers(1, 50_000), st.integers(24, 34))

@@ -18,7 +18,7 @@ LABELS = {
 def add(columns, hidden, entries, d_weight, d_bias, factor):
     in_order, order = columns.flatten().sort(stable=True)
     label_grad_kernel[(len(in_order), 3)](
-        hidden=hidden, columns=in_order, order=order, entries=entries, d_weight=d_weight,
+        hidden=hidden, columns=in_order, order=order, label_grads=entries, d_weight=d_weight,
         d_bias=d_bias, n=len(in_order), C=C, H=H, V=V, stride_hn=hidden.stride(0),
         stride_row=entries.stride(0), factor=factor, BLOCK_C=8, BLOCK_H=16,
     )  # fmt: skip

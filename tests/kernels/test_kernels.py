@@ -68,7 +68,7 @@ def test_bad_label_is_nan_with_a_code_on_the_device(bad, monkeypatch):
 def test_scale_in_place_rounds_once(dtype, factor, blocks):
     x = torch.randn(blocks * launch.SCALE_BLOCK + 5).to(dtype)
     exact = x.double() * torch.tensor(factor).double()
-    with mock.patch.object(launch, "run", wraps=launch.run) as run:
+    with mock.patch.object(launch, "launch_grid", wraps=launch.launch_grid) as run:
         launch.scale_(x, torch.tensor(factor))
     assert run.call_args.args[1] == (min(blocks + 1, 24),)
     # half a unit of the last place, that of a subnormal number among the small ones
@@ -131,7 +131,7 @@ def test_every_kernel_compiles(arch):
 def test_rows_that_are_copied_are_said_to_be_once(dtype):
     from fusedce.backends.triton import forward, launch
 
-    launch.say_once.cache_clear()
+    launch.warn_once.cache_clear()
     hidden, weight, labels, _ = Case((20,), 64, 70, dtype).tensors()
     exact = forward.loss(Problem(hidden, weight, labels))[0]
     shifted = torch.empty(weight.numel() + 1, dtype=dtype)[1:].view_as(weight).copy_(weight)

@@ -8,7 +8,7 @@ from support.bounds import EXACT, STATISTIC, errs_like, in_float64
 from support.oracle import finished_logits, token_stats
 
 from fusedce import TokenStats, fused_argmax, fused_kl, fused_logprobs
-from fusedce.backends import chosen as class_logits
+from fusedce.backends import class_logits
 from fusedce.contract.problem import Problem
 from fusedce.testing import Case, assert_within, cases
 

@@ -68,7 +68,7 @@ def tiles_alone(monkeypatch, R, T):
 )
 def test_any_budget_gives_what_the_reference_gives(case, more, loss):
     n = int(torch.Size(case.leading).numel())
-    call = plan.Call(n, n, case.V, case.H, case.dtype.itemsize, 8, on_cpu=True, triton=False)
+    call = plan.Sizes(n, n, case.V, case.H, case.dtype.itemsize, 8, on_cpu=True, triton=False)
     least = 2 * plan.least_bytes(call) + 4 * case.V * case.H
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "SCRATCH_CPU", 0)
@@ -163,7 +163,7 @@ def test_less_memory_takes_other_ways(taken):
     hidden.requires_grad_(), weight.requires_grad_()
     for budget in (10**8, 2 * 10**6, 3 * 10**5):
         fused_ce(hidden, weight, labels, memory_budget=budget)
-    assert taken == list(plan.WAYS)
+    assert taken == list(plan.STRATEGIES)
     with pytest.raises(ValueError, match=r"memory_budget must be at least \d+ bytes for 300 tok"):
         fused_ce(hidden, weight, labels, memory_budget=10**4)
 

@@ -302,7 +302,7 @@ OPTIONS_OF = {
 
 
 def run(name, options, backend="torch"):
-    """Call a function with some options, with gradients twice through one graph and without."""
+    """Sizes a function with some options, with gradients twice through one graph and without."""
     given = {k: v for k, v in option_values().items() if k in options} | {"backend": backend}
     if name.startswith("fused_kl") and "temperature" in given:
         given["temperature"] = 1.7

@@ -299,7 +299,7 @@ def test_an_error_is_sent_from_where_the_group_can_send(monkeypatch):
     sent = []
     keep = lambda mine, _: sent.append(mine.device.type)  # noqa: E731
     monkeypatch.setattr(sharded_problem, "_all_gather_rows", keep)
-    monkeypatch.setattr(sharded_problem, "words_of", str)
+    monkeypatch.setattr(sharded_problem, "error_text", str)
     monkeypatch.setattr(sharded_problem, "device_for", lambda group, device: torch.device("meta"))
     with sharded_problem.tell_peers_on_error([object()], torch.device("cpu")):
         raise ValueError("labels must be on the device of hidden")

@@ -36,7 +36,7 @@ def test_nothing_waits_for_the_losses_of_tokens(monkeypatch):
         if name.startswith("fusedce.backends.triton."):
             for kernel in (x for x in vars(module) if x.endswith("_kernel")):
                 monkeypatch.setattr(module, kernel, Launched())
-            monkeypatch.setattr(module, "on", lambda device: nullcontext(), raising=False)
+            monkeypatch.setattr(module, "device_guard", lambda device: nullcontext(), raising=False)
     cpu = BY_NAME["interpreter"]
     monkeypatch.setattr(archs, "architecture", lambda device: cpu)
     problem = Problem(

@@ -54,7 +54,7 @@ def backend_on(name: str):
             (launch, "tf32_allowed", lambda: device.tf32),
         ):
             stack.enter_context(mock.patch.object(of, attribute, value))
-        for module in ("forward", "sum_grads", "divergence"):
+        for module in ("forward", "sum_grads", "divergence_chunks"):
             module = import_module(f"{_BACKEND}.{module}")
             stack.enter_context(mock.patch.object(module, "raise_on_cpu"))
         head_gradients.compile_for_sums.cache_clear()

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from fusedce.backends.torch.divergence import divergence_and_grads
+from fusedce.backends.torch.divergence_tiles import divergence_and_grads
 from fusedce.backends.torch.stats_and_grads import room_for_logits, token_grads, token_stats
 from fusedce.backends.torch.sum_grads import loss, loss_and_grads, sums_smoothing
 

@@ -88,14 +88,14 @@ def token_stats(
         stats = stats._replace(top=out(True))
     c = None if problem.class_weight is None else problem.class_weight.to(head.acc)
     check_budget(problem, sizes_of(problem, wanted, len(rows)))
-    way = plan_tiles(sizes_of(problem, Outputs(), len(rows)), memory_budget=problem.memory_budget)
-    for block in blocks_of(rows, way.tokens):
+    plan = plan_tiles(sizes_of(problem, Outputs(), len(rows)), memory_budget=problem.memory_budget)
+    for block in blocks_of(rows, plan.tokens):
         h = logits.operand(problem.hidden[block])  # (R, H)
         y = problem.labels[block].long()
         seen = TileStats(y, head.acc, argmax=argmax is not None, entropy=wanted.entropy)
         zmean = torch.zeros(len(h), dtype=torch.float64, device=device)
         temperature = None if problem.temperature is None else problem.temperature[block]
-        for begin, end in tiles(V, way.classes):
+        for begin, end in tiles(V, plan.classes):
             z = logits.tile(h, begin, end)  # (v, R)
             if kept is not None:
                 kept[begin:end, block] = z
@@ -134,12 +134,12 @@ def token_grads(
     acc, gemm = products.acc, products.gradients
     rows = (problem.valid() & upstream.used).nonzero()[:, 0]
     call = sizes_of(problem, wanted, len(rows), dtypes)
-    way = plan_tiles(call, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget)
-    classes = way.classes
+    plan = plan_tiles(call, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget)
+    classes = plan.classes
     if kept is not None:  # nothing is multiplied again, so no bits depend on the tile
-        classes = most_classes(call.limits, min(way.tokens, len(rows)))
+        classes = most_classes(call.limits, min(plan.tokens, len(rows)))
     grads = Gradients(problem, wanted, dtypes=dtypes, chunks=len(rows), by_tiles=True)
-    blocks = [_Block.of(problem, b, lse, upstream) for b in blocks_of(rows, way.tokens)]
+    blocks = [_Block.of(problem, b, lse, upstream) for b in blocks_of(rows, plan.tokens)]
     sums = None  # (T, H), of a tile's rows of the weight gradient
     if grads.weight is not None and grads.weight.dtype != acc and blocks:
         sums = torch.empty(min(classes, V), H, dtype=acc, device=grads.weight.device)

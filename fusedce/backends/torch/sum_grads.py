@@ -64,8 +64,8 @@ def loss(problem: Problem) -> tuple[Tensor, Tensor]:
         if logits.products.logits != problem.hidden.dtype:
             classes = min(classes, max(_WIDENED // problem.hidden.shape[1], 1))
     else:
-        way = plan_tiles(sizes_of(problem, Outputs(), n), memory_budget=problem.memory_budget)
-        C, classes = way.tokens, way.classes
+        plan = plan_tiles(sizes_of(problem, Outputs(), n), memory_budget=problem.memory_budget)
+        C, classes = plan.tokens, plan.classes
     step = logits.step(C, classes)
     totals = []
     for chunk in chunks_of_rows(rows, C):
@@ -114,12 +114,12 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
         C, step = n, V
     else:
         call = sizes_of(problem, wanted, n, dtypes, logit=stored.itemsize)
-        way = choose_plan(
+        plan = choose_plan(
             call, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget
         )
-        if way.name == TILES:
+        if plan.name == TILES:
             return loss_in_two_passes(token_stats, token_grads, problem, wanted, argmax)
-        C, step = min(way.tokens, n), logits.step(way.tokens, way.classes)
+        C, step = min(plan.tokens, n), logits.step(plan.tokens, plan.classes)
     chunks = chunks_of_rows(rows, C)
     every_row = isinstance(rows, slice)
     grads = Gradients(problem, wanted, dtypes=dtypes, chunks=len(chunks), every_row=every_row)

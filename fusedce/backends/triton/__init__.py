@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from fusedce.backends.gradients import Summed
-from fusedce.backends.triton import archs, divergence, sum_grads
+from fusedce.backends.triton import archs, divergence_chunks, sum_grads
 from fusedce.backends.triton.forward import loss, token_stats
-from fusedce.backends.triton.launch import on, run
+from fusedce.backends.triton.launch import device_guard, launch_grid
 from fusedce.backends.triton.vocab_tiles import token_grads
 from fusedce.contract.problem import Problem, Task
 from fusedce.kernels.input_grads import scale_kernel
@@ -37,7 +37,7 @@ def divergence_and_grads(task: Task) -> Summed:
     """Each token's divergence, and the wanted gradients of their sum."""
     assert task.divergence is not None
     assert task.shard is None, "sharded divergences are the torch backend's"
-    return divergence.divergence_and_grads(task.problem, task.divergence, task.wanted)
+    return divergence_chunks.divergence_and_grads(task.problem, task.divergence, task.wanted)
 
 
 def sums_smoothing(problem: Problem) -> bool:
@@ -52,10 +52,10 @@ def room_for_logits(problem: Problem) -> None:
 def scale_(x: Tensor, factor: Tensor) -> None:
     """``x *= factor``, 0 stays 0; nothing is written for 1, which only the GPU needs to know."""
     if x.numel():
-        with on(x.device):
+        with device_guard(x.device):
             # 8 programs of 8 warps fill a multiprocessor of 64 warps (6 fill one of 48).
             programs = min(-(-x.numel() // SCALE_BLOCK), 8 * archs.processors(x.device))
-            run(
+            launch_grid(
                 scale_kernel,
                 (programs,),
                 x=x,

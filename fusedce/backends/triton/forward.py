@@ -15,10 +15,10 @@ from fusedce.backends.triton import archs
 from fusedce.backends.triton.archs import Blocks, vocabulary_splits
 from fusedce.backends.triton.launch import (
     compact,
+    device_guard,
     has_options,
-    on,
+    launch_grid,
     raise_on_cpu,
-    run,
     walk,
 )
 from fusedce.contract.objective import Stats
@@ -46,7 +46,7 @@ def loss(
     _, splits = vocabulary_splits(len(problem.weight), blocks)
     row_blocks = -(-N // blocks.BLOCK_N)
     tickets = torch.empty(1 + row_blocks, dtype=torch.int32, device=device)
-    with on(device):
+    with device_guard(device):
         packed = compact(problem, tickets)
         if N:
             partials = torch.empty(2 * splits + 1, N, dtype=torch.float32, device=device)
@@ -102,7 +102,7 @@ def token_stats(
         "best": plane(argmax is not None, torch.int32),
     }
     z_labels = torch.empty(N, dtype=torch.float32, device=device)
-    with on(device):
+    with device_guard(device):
         packed = compact(problem)
         if N:
             walk(
@@ -116,7 +116,7 @@ def token_stats(
                 z_label=z_labels,
                 **partials,
             )
-            run(
+            launch_grid(
                 merge_stats_kernel,
                 (-(-N // _MERGED),),
                 z_labels=z_labels,

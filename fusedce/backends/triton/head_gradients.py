@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.triton import archs
-from fusedce.backends.triton.launch import padded, pointwise, power_of_2, run
+from fusedce.backends.triton.launch import launch_grid, padded, pointwise, power_of_2
 from fusedce.contract.problem import Problem, Projection
 from fusedce.kernels.input_grads import hidden_grad_kernel, label_grad_kernel
 
@@ -32,16 +32,16 @@ class Head:
         # The power of two by which the gradient of the logits, at most |logit_scale|, is stored.
         # In float16 a probability below 6e-5 loses bits and one below 6e-8 is lost, and most
         # classes of a large vocabulary have such probabilities; the other dtypes have the range.
-        self.amplify = 1.0
+        self.grad_scale = 1.0
         if weight.dtype == torch.float16:
             size = max(abs(problem.logit_scale), 1.0)
-            self.amplify = 2.0 ** (14 - math.ceil(math.log2(size)))
+            self.grad_scale = 2.0 ** (14 - math.ceil(math.log2(size)))
 
     def finish_hidden(
         self,
-        products: Tensor,  # (n, H) fp32, `amplify` times the gradient of the logits @ weight
-        columns: Tensor,  # (K, C) int: see `add_entries`
-        entries: Tensor,  # (K, C) fp32
+        products: Tensor,  # (n, H) fp32, `grad_scale` times the gradient of the logits @ weight
+        columns: Tensor,  # (K, C) int: see `add_label_grads`
+        label_grads: Tensor,  # (K, C) fp32
         factors: Tensor | None,  # (C,) fp32: of the products
         rows: Tensor,  # (N,) int32
         d_hidden: Tensor,  # (N, H) to fill at rows[first + begin:]
@@ -51,13 +51,13 @@ class Head:
     ) -> None:
         """Add single entries to the rows of products, and store them at their positions."""
         (V, H), (K, C) = self.weight.shape, columns.shape
-        run(
+        launch_grid(
             hidden_grad_kernel,
             (len(products), -(-H // 1024)),
             products=products,
             weight=self.weight,
             columns=columns,
-            entries=entries,
+            label_grads=label_grads,
             row_factors=factors,
             rows=rows,
             d_hidden=d_hidden,
@@ -69,7 +69,7 @@ class Head:
             stride_dn=d_hidden.stride(0),
             stride_row=C,
             factor=outer,
-            AMPLIFY=self.amplify,
+            GRAD_SCALE=self.grad_scale,
             ENTRIES=K,
             BLOCK_H=min(power_of_2(H), 1024),
             num_warps=archs.ROW_WARPS,
@@ -94,29 +94,29 @@ def add_to_bias(
         bias[i : i + step].add_(torch.mv(some.t(), factors), alpha=alpha)
 
 
-def add_entries(
+def add_label_grads(
     weight: Tensor | None,  # (V, H)
     bias: Tensor | None,  # (V,)
     columns: Tensor,  # (K, C) int; entries out of [0, V) are left out
-    entries: Tensor,  # (K, C) fp32
+    label_grads: Tensor,  # (K, C) fp32
     h: Tensor,  # (C, H)
     V: int,
     outer: float,  # a factor
 ) -> None:
-    """Add ``outer * entries`` at ``columns`` to the gradients of weight and bias. Deterministic."""
+    """Add ``outer * label_grads`` at ``columns`` to the head's gradients. Deterministic."""
     if weight is None and bias is None:
         return
     columns, order = columns.flatten().sort(stable=True)  # nothing waits for the device
     n, (C, H) = columns.shape[0], h.shape
     block_c, block_h = archs.LABEL_GRAD_BLOCK
     block_h = min(power_of_2(H), block_h)
-    run(
+    launch_grid(
         label_grad_kernel,
         (n, 1 if weight is None else -(-H // block_h)),
         hidden=h,
         columns=columns,
         order=order,
-        entries=entries,
+        label_grads=label_grads,
         d_weight=weight,
         d_bias=bias,
         n=n,
@@ -152,4 +152,4 @@ def compile_for_sums(
 
     none = zeros(1, 1, dtype=of_columns) - 1  # no column: nothing is added
     bias = zeros(1) if biased else None
-    add_entries(zeros(1, H), bias, none, zeros(1, 1), zeros(1, H, dtype=dtype), V, 1.0)
+    add_label_grads(zeros(1, H), bias, none, zeros(1, 1), zeros(1, H, dtype=dtype), V, 1.0)

@@ -65,7 +65,7 @@ def walk(
         "splits": splits,
         **pointwise(Projection.of(problem)),
         "EPILOGUE": epilogue.value,
-        "AMPLIFY": 1.0,
+        "GRAD_SCALE": 1.0,
         "BLOCK_N": blocks.BLOCK_N,
         "BLOCK_V": blocks.BLOCK_V,
         "BLOCK_H": blocks.BLOCK_H,
@@ -75,7 +75,7 @@ def walk(
         "num_warps": blocks.num_warps,
         "num_stages": blocks.num_stages,
     }
-    run(
+    launch_grid(
         walk_kernel,
         (-(-N // blocks.BLOCK_N) * splits,),
         **(dict.fromkeys(walk_kernel.arg_names) | common | given),
@@ -115,7 +115,7 @@ def of_whole_steps(name: str, x: Tensor, step: int) -> Tensor:
     if x.stride(1) == 1 and aligned(x) and not more:
         return x
     why = f"rows are no multiple of {step} long" if more else "rows are not aligned to 16 bytes"
-    say_once(f"{name} is copied on every call, since its {why}")
+    warn_once(f"{name} is copied on every call, since its {why}")
     return pad(x, (0, more)) if more else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -126,7 +126,7 @@ def aligned(x: Tensor) -> bool:
 
 
 @functools.cache
-def say_once(what: str) -> None:
+def warn_once(what: str) -> None:
     """Warn once per message about a slower path."""
     warnings.warn(f"fusedce: {what}; this is slower, the result is the same", stacklevel=5)
 
@@ -179,7 +179,7 @@ def compact(
         torch.empty((), dtype=torch.int64, device=device),
         torch.empty((), dtype=torch.float32, device=device),
     )
-    run(
+    launch_grid(
         compact_kernel,
         (1,),
         labels=labels,
@@ -205,7 +205,7 @@ def raise_on_cpu(n_valid: Tensor, problem: Problem) -> None:
         raise ValueError(bad_label_message(int(n_valid), V, problem.ignore_index, problem.labels))
 
 
-def on(device: torch.device) -> AbstractContextManager[object]:
+def device_guard(device: torch.device) -> AbstractContextManager[object]:
     """Context in which ``device`` is the current one, on which Triton launches."""
     if device.type == "cpu":
         return nullcontext()
@@ -217,7 +217,7 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def run(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+def launch_grid(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
     """Launch ``kernel``.
 
     Products and sums are fused: Triton 3.10 does so only when asked, and without it the forward

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fusedce.backends.triton.launch import say_once
+from fusedce.backends.triton.launch import warn_once
 
 
 @functools.cache
@@ -21,7 +21,7 @@ def product(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
         return functools.partial(torch.mm, out_dtype=torch.float32)
     if device.type != "cpu":
         kind = str(dtype).removeprefix("torch.")
-        say_once(f"torch has no {kind} product with float32 result on {device}: float32 is used")
+        warn_once(f"torch has no {kind} product with float32 result on {device}: float32 is used")
     return lambda a, b, *, out: torch.mm(a.float(), b.float(), out=out)
 
 

@@ -20,7 +20,7 @@ from fusedce.backends.triton import archs
 from fusedce.backends.triton.forward import token_stats
 from fusedce.backends.triton.head_gradients import (
     Head,
-    add_entries,
+    add_label_grads,
     add_to_bias,
     compile_for_sums,
 )
@@ -29,11 +29,11 @@ from fusedce.backends.triton.launch import (
     aligned,
     capturing,
     compact,
+    device_guard,
     has_options,
-    on,
+    launch_grid,
     power_of_2,
     raise_on_cpu,
-    run,
     walk,
 )
 from fusedce.backends.triton.products import add_product, product, scaled_by
@@ -51,21 +51,21 @@ def loss_and_grads(problem: Problem, wanted: Outputs, argmax: Tensor | None) -> 
     if hidden.stride(1) != 1:
         hidden = hidden.contiguous()
     problem, N, device = problem.replace(hidden=hidden, labels=labels), len(hidden), hidden.device
-    with on(device):
+    with device_guard(device):
         packed, dtypes = compact(problem), saved_grad_dtypes(problem)
         raise_on_cpu(packed.n_valid, problem)
         n, outer, factor = rows_and_factor(problem, packed)
         gemm = _gemm_blocks(problem, wanted)
         block = 0 if gemm is None else gemm.BLOCK_V
-        way = choose_plan(
+        plan = choose_plan(
             sizes_of(problem, wanted, n, dtypes, triton=True, gemm_block=block),
             chunk_tokens=problem.chunk_tokens,
             memory_budget=problem.memory_budget,
         )
-        if way.name == TILES:
+        if plan.name == TILES:
             passes = token_stats, token_grads
             return loss_in_two_passes(*passes, problem, wanted, argmax)
-        C, graph = min(way.tokens, n), capturing(device)
+        C, graph = min(plan.tokens, n), capturing(device)
         every_row = n == N and not graph
         grads = Gradients(
             problem, wanted, dtypes=dtypes, chunks=-(-n // C) if n else 0, every_row=every_row
@@ -154,23 +154,23 @@ class _Chunks(Head):
         # Rows start at multiples of what the kernels and the products that read them move at once.
         self.exps = torch.empty(C, multiple_of_16(V), dtype=dtype, device=device)
         # Every block has a reference of its own then, not the labels' logits.
-        self.normalise = dtype == torch.float16
+        self.store_probs = dtype == torch.float16
         sizes = (self.blocks * C, self.blocks * C, C, C, C)
         of_rows = torch.empty(sum(sizes), dtype=torch.float32, device=device)
         self.maxima, self.sums, *rest = of_rows.split_with_sizes(sizes)
-        self.z_label, self.entries, self.factors = rest
+        self.z_label, self.label_grads, self.factors = rest
         self.scaled = None
-        if wanted.weight and not self.normalise:
+        if wanted.weight and not self.store_probs:
             self.scaled = torch.empty(C, H, dtype=dtype, device=device)
         self.losses = torch.empty(n, dtype=torch.float32, device=device)
-        self.terms = self.lse = None
+        self.loss_slopes = self.lse = None
         if not problem.is_plain_ce():
             self.y = labels.long().clamp(0, V - 1)
             zero = torch.zeros(n, dtype=torch.float64, device=device)
             self.lse = torch.empty_like(self.losses)
             at_0, at_1 = (slopes(problem, self.y, x) for x in (zero, zero + 1))
-            terms = torch.stack([zero + at_0.nll, zero + at_0.lse, at_1.lse - at_0.lse + zero])
-            self.terms = terms.float()  # (3, n): derivatives by nll, lse, and of the latter by lse
+            by = at_0.nll, at_0.lse, at_1.lse - at_0.lse  # nll, lse, and of the latter by lse
+            self.loss_slopes = torch.stack([zero + x for x in by]).float()  # (3, n)
 
     def add(
         self,
@@ -183,12 +183,12 @@ class _Chunks(Head):
         (V, H), C, outer = self.weight.shape, len(h), self.outer
         best = None if self.argmax is None else torch.empty_like(self.sums, dtype=torch.int32)
         self._exponentials(h, y, best)
-        # `amplify` times the derivative by the products is now `factors * exps`, and `entries`
-        # (without `amplify`) more at the labels.
-        factors = None if self.normalise and self.terms is None else self.factors[:C]
+        # `grad_scale` times the derivative by the products is now `factors * exps`; at the labels
+        # `label_grads` more, without `grad_scale`.
+        factors = None if self.store_probs and self.loss_slopes is None else self.factors[:C]
         self._merge(h, y, first, factors, best)
-        g, alpha = self.exps[:C, :V], outer / self.amplify
-        columns, entries, rows = y[None], self.entries[None, :C], self.packed.rows
+        g, alpha = self.exps[:C, :V], outer / self.grad_scale
+        columns, label_grads, rows = y[None], self.label_grads[None, :C], self.packed.rows
         if grads.hidden is not None:
             step = self.rows_of_hidden
             for begin in range(0, C, step):
@@ -196,7 +196,7 @@ class _Chunks(Head):
                 products = self.products.as_strided((len(some), H), (H, 1))
                 self.multiply(some, self.weight, out=products)
                 self.finish_hidden(
-                    products, columns, entries, factors, rows, grads.hidden, begin, first, outer
+                    products, columns, label_grads, factors, rows, grads.hidden, begin, first, outer
                 )  # fmt: skip
         if grads.bias is not None:
             add_to_bias(grads.bias, g, factors, alpha, self.products)
@@ -208,7 +208,7 @@ class _Chunks(Head):
             add_product(
                 grads.weight, g.t(), scaled, alpha, largest, first=first == 0, scratch=self.products
             )
-        add_entries(grads.weight, grads.bias, columns, entries, h, V, outer)
+        add_label_grads(grads.weight, grads.bias, columns, label_grads, h, V, outer)
         if grads.weight is not None and grads.weight.element_size() == 2:
             compile_for_sums(h.device, h.dtype, y.dtype, V, H, grads.bias is not None)
 
@@ -228,7 +228,7 @@ class _Chunks(Head):
         """
         (V, H), C, block = self.weight.shape, len(h), self.block
         block_c, block_h = archs.LABEL_LOGIT_BLOCK
-        run(
+        launch_grid(
             label_logit_kernel,
             (-(-C // block_c),),
             hidden=h,
@@ -248,12 +248,12 @@ class _Chunks(Head):
         shared: dict[str, Any] = self.pointwise | {
             "exps": self.exps,
             "labels": y,
-            "z_label": None if self.normalise else self.z_label,
+            "z_label": None if self.store_probs else self.z_label,
             "maxima": self.maxima,
             "sums": self.sums,
             "best": best,
             "stride_ec": self.exps.stride(0),
-            "AMPLIFY": self.amplify,
+            "GRAD_SCALE": self.grad_scale,
         }
         if self.gemm is not None:
             problem, width = self.problem.replace(hidden=h, weight=self.weight), self.exps.shape[1]
@@ -267,7 +267,7 @@ class _Chunks(Head):
                 shape = len(some), len(w)
                 logits = self.products.as_strided(shape, (multiple_of_16(len(w)), 1))
                 self.multiply(some, w.t(), out=logits)
-                run(
+                launch_grid(
                     exp_tile_kernel,
                     (len(some), -(-len(w) // block)),
                     products=self.products,
@@ -287,8 +287,8 @@ class _Chunks(Head):
         """Losses, factors and labels' entries of the rows, from the statistics of their blocks."""
         (V, H), C = self.weight.shape, len(h)
         some = slice(first, first + C)
-        terms = None if self.terms is None else self.terms[:, some]
-        run(
+        loss_slopes = None if self.loss_slopes is None else self.loss_slopes[:, some]
+        launch_grid(
             softmax_rows_kernel,
             (C,),
             exps=self.exps,
@@ -299,9 +299,9 @@ class _Chunks(Head):
             sums=self.sums,
             z_label=self.z_label,
             losses=self.losses[some],
-            entries=self.entries,
+            label_grads=self.label_grads,
             count=self.packed.used,
-            terms=terms,
+            loss_slopes=loss_slopes,
             lse=None if self.lse is None else self.lse[some],
             row_factors=factors,
             best=best,
@@ -313,11 +313,11 @@ class _Chunks(Head):
             width=self.exps.shape[1],
             stride_hn=h.stride(0),
             stride_row=C,
-            stride_terms=0 if terms is None else terms.stride(0),
+            stride_slopes=0 if loss_slopes is None else loss_slopes.stride(0),
             scale=self.pointwise["scale"],
             softcap=self.pointwise["softcap"],
-            AMPLIFY=self.amplify,
-            NORMALISE=self.normalise,
+            GRAD_SCALE=self.grad_scale,
+            STORE_PROBS=self.store_probs,
             BLOCKS=power_of_2(self.blocks),
             BLOCK_V=self.block,
             BLOCK_H=min(power_of_2(H), 1024),

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from fusedce.backends.gradients import Dtypes, Gradients, sizes_of
 from fusedce.backends.plan import multiple_of_16, plan_tiles
-from fusedce.backends.triton.head_gradients import Head, add_entries, add_to_bias
+from fusedce.backends.triton.head_gradients import Head, add_label_grads, add_to_bias
 from fusedce.backends.triton.launch import (
     capturing,
     compact,
-    on,
+    device_guard,
+    launch_grid,
     padded,
     power_of_2,
-    run,
 )
 from fusedce.backends.triton.products import add_product, product, scaled_by
 from fusedce.contract.objective import LogitGrad
@@ -43,10 +43,10 @@ def token_grads(
     if upstream.at_classes is not None and problem.memory_budget is None:
         dtypes = Dtypes(*[torch.float32] * 3)  # so that their entries are rounded with the rest
     problem = problem.replace(labels=problem.labels.contiguous())
-    with on(device):
+    with device_guard(device):
         rows, count, *_ = compact(problem, used=upstream.used.float())
         n = N if capturing(device) else int(count)
-        way = plan_tiles(
+        plan = plan_tiles(
             sizes_of(problem, wanted, n, dtypes, triton=True),
             chunk_tokens=problem.chunk_tokens,
             memory_budget=problem.memory_budget,
@@ -63,11 +63,11 @@ def token_grads(
         if grads.hidden is not None:  # float32, too
             dh = grads.hidden if every_row else torch.empty_like(walk.h, dtype=torch.float32)
             dh.zero_()
-        walk.add_tiles(grads, dh, way.tokens, way.classes)
-        columns, entries = walk.single_entries(upstream)
+        walk.add_tiles(grads, dh, plan.tokens, plan.classes)
+        columns, at = walk.all_label_grads(upstream)
         if grads.hidden is not None and dh is not None:
-            walk.finish_hidden(dh, columns, entries, walk.factors, rows, grads.hidden, 0, 0, 1.0)
-        add_entries(grads.weight, grads.bias, columns, entries, walk.h, len(problem.weight), 1.0)
+            walk.finish_hidden(dh, columns, at, walk.factors, rows, grads.hidden, 0, 0, 1.0)
+        add_label_grads(grads.weight, grads.bias, columns, at, walk.h, len(problem.weight), 1.0)
         return grads.cast_out()
 
 
@@ -105,7 +105,7 @@ class _Walk(Head):
             "top": None if upstream.top is None else upstream.top[chosen],
             "temperature": None if temperature is None else temperature[chosen].float(),
         }
-        self.entries = torch.zeros(n, dtype=torch.float32, device=weight.device)  # the labels'
+        self.label_grads = torch.zeros(n, dtype=torch.float32, device=weight.device)  # the labels'
 
     def add_tiles(self, grads: Gradients, dh: Tensor | None, R: int, T: int) -> None:
         """Blocks of ``R`` tokens by tiles of ``T`` classes."""
@@ -127,7 +127,7 @@ class _Walk(Head):
                 if dh is not None:
                     add_product(dh[rows], g, w, scratch=products)
                 if d_weight is not None:
-                    alpha = 1.0 / self.amplify
+                    alpha = 1.0 / self.grad_scale
                     begins = first == 0
                     add_product(
                         d_weight, g.t(), h[rows], alpha, largest, first=begins, scratch=products
@@ -135,24 +135,24 @@ class _Walk(Head):
                 if grads.bias is not None:
                     factors = None if self.factors is None else self.factors[rows]
                     bias = grads.bias[begin:end]
-                    add_to_bias(bias, g, factors, 1.0 / self.amplify, products)
+                    add_to_bias(bias, g, factors, 1.0 / self.grad_scale, products)
             if of_tile is not None and d_weight is not None and d_weight is not of_tile:
                 of_tile.copy_(d_weight)  # rounded once
 
-    def single_entries(self, upstream: LogitGrad) -> tuple[Tensor, Tensor]:
+    def all_label_grads(self, upstream: LogitGrad) -> tuple[Tensor, Tensor]:
         """Columns and values ``(K, n)`` of the entries of the labels, and of further classes."""
         y = self.of_rows["labels"]
         assert y is not None
-        own = self.entries if self.factors is None else self.entries * self.factors
+        own = self.label_grads if self.factors is None else self.label_grads * self.factors
         if upstream.classes is None or upstream.at_classes is None:
             return y[None], own[None]
-        classes, entries = (x[self.chosen].t() for x in (upstream.classes, upstream.at_classes))
-        return torch.cat([y[None], classes.to(y.dtype)]), torch.cat([own[None], entries.float()])
+        classes, at = (x[self.chosen].t() for x in (upstream.classes, upstream.at_classes))
+        return torch.cat([y[None], classes.to(y.dtype)]), torch.cat([own[None], at.float()])
 
     def _gradient(
         self, products: Tensor, stored: Tensor, rows: slice, begin: int, end: int
     ) -> Tensor:
-        """``(R, T)``: ``amplify`` times the derivative by the products of rows and classes."""
+        """``(R, T)``: ``grad_scale`` times the derivative by the products of rows and classes."""
         C, T = rows.stop - rows.start, end - begin
         width = multiple_of_16(T)
         block = min(power_of_2(T), self.arch.exp_block_v)
@@ -161,13 +161,13 @@ class _Walk(Head):
         product(w.device, w.dtype)(self.h[rows], w.t(), out=logits)
         cut = {name: None if x is None else x[rows] for name, x in self.of_rows.items()}
         bias = self.pointwise["bias"]
-        run(
+        launch_grid(
             token_grad_kernel,
             (C, -(-width // block)),
             products=products,
             grads=stored,
             class_weight=None if self.class_weight is None else self.class_weight[begin:],
-            entries=self.entries[rows.start :],
+            label_grads=self.label_grads[rows.start :],
             count=self.count,
             first=rows.start,
             begin=begin,
@@ -175,7 +175,7 @@ class _Walk(Head):
             width=width,
             stride_pc=width,
             stride_gc=stored.stride(0),
-            AMPLIFY=self.amplify,
+            GRAD_SCALE=self.grad_scale,
             BLOCK_V=block,
             num_warps=self.arch.token_warps,
             **(self.pointwise | {"bias": None if bias is None else bias[begin:]} | cut),

@@ -252,7 +252,7 @@ def everything(dtype):
 
 @pytest.fixture
 def lossy_float32(monkeypatch):
-    """Call it to have float32 products lose bits; other threads' do, so nothing may change it."""
+    """Sizes it to have float32 products lose bits; other threads' do, so nothing may change it."""
 
     def refuse(precision):
         raise AssertionError("a setting of the process")

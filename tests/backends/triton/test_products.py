@@ -11,7 +11,7 @@ from fusedce import fused_ce
 from fusedce.backends import triton as backend
 from fusedce.backends.triton import archs
 from fusedce.backends.triton import products as of_cublas
-from fusedce.backends.triton.launch import input_precision, run
+from fusedce.backends.triton.launch import input_precision, launch_grid
 from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.testing import Case, check
 
@@ -98,7 +98,7 @@ def test_an_interface_that_gives_something_wrong_is_not_taken(monkeypatch, opera
 def test_products_that_are_widened_are_said_to_be(monkeypatch):
     said = []
     monkeypatch.setattr(of_cublas, "widens", lambda *_: False)
-    monkeypatch.setattr(of_cublas, "say_once", said.append)
+    monkeypatch.setattr(of_cublas, "warn_once", said.append)
     of_cublas.product.cache_clear()
     of_cublas.product(torch.device("cuda", 1), torch.bfloat16)
     of_cublas.product(torch.device("cpu"), torch.bfloat16)  # the interpreter's, for debugging
@@ -146,5 +146,5 @@ def test_products_and_sums_are_fused_whatever_the_compilers_default():
         def __getitem__(self, grid):
             return lambda **arguments: asked.append((grid, arguments))
 
-    run(Kernel(), (3, 1, 1), x=1)
+    launch_grid(Kernel(), (3, 1, 1), x=1)
     assert asked == [((3, 1, 1), {"x": 1, "enable_fp_fusion": True})]

@@ -7,7 +7,7 @@ from support.params import slow
 
 import fusedce
 from fusedce.backends import triton as backend
-from fusedce.backends.triton import divergence, sum_grads, vocab_tiles
+from fusedce.backends.triton import divergence_chunks, sum_grads, vocab_tiles
 from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.testing import Case
 
@@ -219,7 +219,7 @@ def test_a_loss_inside_a_graph_is_one_outside(monkeypatch, loss, dtype):
         return value.detach(), *torch.autograd.grad(value, leaves)
 
     outside = run()
-    for module in (sum_grads, divergence, vocab_tiles):
+    for module in (sum_grads, divergence_chunks, vocab_tiles):
         monkeypatch.setattr(module, "capturing", lambda device: True)
     # the same terms; rows are added, whose gradients are 0
     eps = max(torch.finfo(dtype).eps, SAME_SUMS)

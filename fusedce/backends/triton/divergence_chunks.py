@@ -1,9 +1,9 @@
 """Divergence from a teacher: products by cuBLAS, and one kernel.
 
 A chunk's logits are float32; the kernel writes the gradient of the student's logits over the
-student's logits (:mod:`fusedce.kernels.divergence`). The number of tokens is read once, since the
-host sets the sizes of the products; inside a CUDA graph, which nothing may wait for, all rows are
-computed, ignored ones as zeros.
+student's logits (:mod:`fusedce.kernels.divergence_rows`). The number of tokens is read once, since
+the host sets the sizes of the products; inside a CUDA graph, which nothing may wait for, all rows
+are computed, ignored ones as zeros.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from fusedce.backends.triton.head_gradients import add_to_bias
 from fusedce.backends.triton.launch import (
     capturing,
     compact,
-    on,
+    device_guard,
+    launch_grid,
     pointwise,
     power_of_2,
     raise_on_cpu,
-    run,
 )
 from fusedce.backends.triton.products import add_product, product, scaled_by
 from fusedce.backends.triton.sum_grads import rows_and_factor
 from fusedce.contract.problem import KINDS, Divergence, Outputs, Problem
-from fusedce.kernels.divergence import EDGE, divergence_rows_kernel
+from fusedce.kernels.divergence_rows import EDGE, divergence_rows_kernel
 
-_AMPLIFY = 2.0**13  # of float16, whose probabilities would underflow
+_GRAD_SCALE = 2.0**13  # of float16, whose probabilities would underflow
 
 
 def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Outputs) -> Summed:
@@ -39,16 +39,18 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Outpu
     hidden, labels = problem.hidden, problem.labels.contiguous()
     problem = problem.replace(labels=labels)
     (N, H), device, dtype = hidden.shape, hidden.device, hidden.dtype
-    with on(device):
+    with device_guard(device):
         packed, dtypes = compact(problem), saved_grad_dtypes(problem)
         raise_on_cpu(packed.n_valid, problem)
         n, outer, factor = rows_and_factor(problem, packed)
-        way = choose_plan(
-            sizes_of(problem, wanted, n, dtypes, triton=True).beside(divergence.teacher_size()),
+        plan = choose_plan(
+            sizes_of(problem, wanted, n, dtypes, triton=True).with_teacher(
+                divergence.teacher_size()
+            ),
             chunk_tokens=problem.chunk_tokens,
             memory_budget=problem.memory_budget,
         )
-        C = min(way.tokens, n)
+        C = min(plan.tokens, n)
         grads = Gradients(problem, wanted, dtypes=dtypes, chunks=-(-n // C) if n else 0)
         losses = torch.zeros(N, dtype=torch.float32, device=device)
         if n == 0:
@@ -70,11 +72,11 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Outpu
             h = hidden[some]
             if left_out is not None:
                 h = h.masked_fill(left_out[begin : begin + C, None], 0)
-            lost, g, wide, factors = chunk.gradient(h, some, labels[some], weights[some])
+            lost, g, grads_fp32, factors = chunk.gradient(h, some, labels[some], weights[some])
             losses[some] = lost
             if g is None:
                 continue
-            alpha = outer / chunk.amplify
+            alpha = outer / chunk.grad_scale
             if grads.hidden is not None:
                 dh = torch.empty(len(h), H, dtype=torch.float32, device=device)
                 product(device, dtype)(g, chunk.weight, out=dh)
@@ -82,7 +84,7 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Outpu
                     dh.mul_(factors[:, None])
                 grads.hidden[some] = dh.mul_(alpha).to(grads.hidden.dtype)
             if grads.bias is not None:
-                add_to_bias(grads.bias, wide, factors, alpha, scratch)
+                add_to_bias(grads.bias, grads_fp32, factors, alpha, scratch)
             if grads.weight is not None:
                 h, largest = scaled_by(h, factors)
                 add_product(
@@ -100,23 +102,23 @@ class _Chunk:
         self.train = any(wanted.gradients())
         arch, V = archs.architecture(device), len(weight)
         width = multiple_of_16(V)
-        self.normalise = weight.dtype == torch.float16 and self.train
-        self.amplify = _AMPLIFY if self.normalise else 1.0
+        self.scale_rows = weight.dtype == torch.float16 and self.train
+        self.grad_scale = _GRAD_SCALE if self.scale_rows else 1.0
         student, teacher = divergence.student(problem), divergence.teacher()
         self.common: dict[str, Any] = {
             **pointwise(student),
             **{f"teacher_{name}": x for name, x in pointwise(teacher).items()},
             "V": V,
             "width": width,
-            "NORMALISE": self.normalise,
-            "AMPLIFY": self.amplify,
+            "SCALE_ROWS": self.scale_rows,
+            "GRAD_SCALE": self.grad_scale,
             # 4 classes a thread: with 8, float16's jsd with every option spills on every device.
             "BLOCK_V": min(power_of_2(V), arch.divergence_block_v),
             "num_warps": 8,
-            "share": divergence.beta,
-            "rest": 1.0 - divergence.beta,
+            "beta": divergence.beta,
+            "one_minus_beta": 1.0 - divergence.beta,
             "of_ce": divergence.ce_weight,
-            "to_plain": divergence.temperature,
+            "temperature": divergence.temperature,
             "KIND": EDGE.value if divergence.is_uneven() else KINDS.index(divergence.kind),
             "HAS_CE": divergence.ce_weight != 0,
         }
@@ -130,24 +132,24 @@ class _Chunk:
         y: Tensor,  # (C,)
         weights: Tensor,  # (C,) fp32
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """Losses ``(C,)``; gradient ``(C, V)`` of the logits, ``amplify`` times; the same in
+        """Losses ``(C,)``; gradient ``(C, V)`` of the logits, ``grad_scale`` times; the same in
         float32, where a bias sums it; rows' factors."""
         C, V, device = len(h), len(self.weight), h.device
         s = self.of_student[:C]
         product(device, h.dtype)(h, self.weight.t(), out=s[:, :V])
         g = s if h.element_size() == 4 else s.view(h.dtype)  # (C, 2 * width)
         losses = torch.empty(C, dtype=torch.float32, device=device)
-        factors = torch.empty_like(losses) if self.normalise else None
+        factors = torch.empty_like(losses) if self.scale_rows else None
         hidden, weight = (cast(Tensor, x) for x in self.divergence[:2])
         there, t = hidden[some], self.of_teacher[:C]
         product(device, there.dtype)(there, weight.t(), out=t[:, :V])
-        run(
+        launch_grid(
             divergence_rows_kernel,
             (C,),
             student=s,
             teacher=t,
             grads=g if self.train else None,
-            wide=t if self.bias and g is not s else None,
+            grads_fp32=t if self.bias and g is not s else None,
             labels=y,
             token_weight=weights,
             losses=losses,
@@ -155,5 +157,5 @@ class _Chunk:
             stride_g=g.stride(0),
             **self.common,
         )
-        wide = s if g is s else t
-        return losses, g[:, :V] if self.train else None, wide[:, :V], factors
+        grads_fp32 = s if g is s else t
+        return losses, g[:, :V] if self.train else None, grads_fp32[:, :V], factors

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, Summed, saved_grad_dtypes, sizes_of
-from fusedce.backends.plan import Way, choose_plan, compared_classes
+from fusedce.backends.plan import Plan, choose_plan, compared_classes
 from fusedce.backends.shards import (
     all_reduce,
     largest,
@@ -89,14 +89,14 @@ def divergence_and_grads(task: Task) -> Summed:
     hidden, device = problem.hidden, problem.hidden.device
     products = Products.of(hidden)
     acc, gemm = products.acc, products.gradients
-    of_both = call.beside(divergence.teacher_size())
-    way = choose_plan(
+    of_both = call.with_teacher(divergence.teacher_size())
+    plan = choose_plan(
         of_both, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget
     )
-    parts = chunks_of(rows, way.tokens)
+    parts = chunks_of(rows, plan.tokens)
     grads = Gradients(problem, wanted, dtypes=saved_grad_dtypes(problem), chunks=len(parts))
     compared = (_ToTargets if divergence.kind == TARGETS else _ToTeacher)(
-        problem, divergence, way, compared_classes(call, way.tokens, way.classes), shard
+        problem, divergence, plan, compared_classes(call, plan.tokens, plan.classes), shard
     )
     factor = expected_upstream(problem, n_valid)
     outer = problem.logit_scale / divergence.temperature * factor.double()
@@ -114,7 +114,7 @@ def divergence_and_grads(task: Task) -> Summed:
         of_rows = (outer * w).to(acc)[:, None]
         scaled = (h * of_rows).to(gemm)
         dh = None if grads.hidden is None else torch.zeros_like(h)
-        for begin, end in tiles(len(g), way.classes):
+        for begin, end in tiles(len(g), plan.classes):
             tile = g[begin:end].to(gemm)
             if dh is not None:
                 products(tile.t(), compared.logits.rows(begin, end, gemm), dh, add=True)
@@ -149,12 +149,12 @@ class _Compared:
         self,
         problem: Problem,
         divergence: Divergence,
-        way: Way,
+        plan: Plan,
         step: int,  # classes that are compared at a time
         shard: Shard | None,
     ) -> None:
         self.problem, self.divergence, self.shard = problem, divergence, shard
-        self.classes, self.tokens, self.step = way.classes, way.tokens, step
+        self.classes, self.tokens, self.step = plan.classes, plan.tokens, step
         self.student = divergence.student(problem)
         self.logits = Logits(self.student)
         self.of_student = self.buffer(len(problem.weight))

@@ -8,8 +8,8 @@ its stores). Divergences whose gradient needs their own value, all but the forwa
 rows a third time.
 
 With ``d = log p - log q`` everything is made from ``big = max(p, q)`` and ``e = expm1(-|d|)``.
-As in :mod:`fusedce.backends.torch.divergence`, each class gets a term more, and these sum to 0, so
-that nothing cancels where p and q are nearly equal. There a series computes ``k = |d| + e``.
+As in :mod:`fusedce.backends.torch.divergence_tiles`, each class gets a term more, and these sum to
+0, so that nothing cancels where p and q are nearly equal. There a series computes ``k = |d| + e``.
 
 Bytes moved per class: 8 each time that the rows are read, 2 or 4 to store, and 4 more if there is a
 bias, whose gradient is a sum of these. The products take 8 H FLOPs per class.
@@ -116,7 +116,7 @@ def log_and_remainder(x):
 
 
 @triton.jit
-def class_terms(z, t, lse, low, lse_t, low_t, share, rest, KIND: tl.constexpr):
+def class_terms(z, t, lse, low, lse_t, low_t, beta, one_minus_beta, KIND: tl.constexpr):
     """The divergence's terms of a block's classes, with q, the logarithm and ``q - p`` of each.
 
     The logarithm is that of q over p, or over the mixture; 0 where no gradient needs it. A
@@ -139,14 +139,14 @@ def class_terms(z, t, lse, low, lse_t, low_t, share, rest, KIND: tl.constexpr):
     # Minus the divergence of the smaller one from the larger, over big; it tends to -1.
     lesser = tl.where(size < 0.5, k + size * e, size * (1.0 + e) + e)
     if KIND >= JSD:
-        w = tl.where(teacher, rest, share)  # of the smaller probability
+        w = tl.where(teacher, one_minus_beta, beta)  # of the smaller probability
         log, remainder = log_and_remainder(w * e)
         # (w (k + size e) + remainder) is w |d| (1 + e) + (1 + x) log
         term = -big * (remainder + w * lesser)
         x = -tl.maximum(d, 0.0) - log
         if KIND == EDGE:  # the mixture over big: near 0 only a sum of positive numbers is exact
             far = w * e < -0.5
-            mixture = tl.where(far, tl.where(teacher, share, rest) + w * ratio, 1.0)
+            mixture = tl.where(far, tl.where(teacher, beta, one_minus_beta) + w * ratio, 1.0)
             log_of_far = tl.log(mixture)
             term = tl.where(far, -big * (mixture * log_of_far + w * size * ratio), term)
             x = tl.where(far, -tl.maximum(d, 0.0) - log_of_far, x)
@@ -160,8 +160,8 @@ def class_terms(z, t, lse, low, lse_t, low_t, share, rest, KIND: tl.constexpr):
 
 
 @triton.jit
-def leave_row_out(row, losses, row_factors, grads, wide, width, BLOCK_V: tl.constexpr):
-    """Store 0 as the loss, factor and gradient of ``row``; grads and wide point to that row."""
+def leave_row_out(row, losses, row_factors, grads, grads_fp32, width, BLOCK_V: tl.constexpr):
+    """Store 0 as the loss, factor and gradient of ``row``, which both ``grads`` point to."""
     tl.store(losses + row, 0.0)
     if row_factors is not None:
         tl.store(row_factors + row, 0.0)
@@ -170,18 +170,20 @@ def leave_row_out(row, losses, row_factors, grads, wide, width, BLOCK_V: tl.cons
             offs_v = start + tl.arange(0, BLOCK_V)
             none = tl.zeros((BLOCK_V,), dtype=grads.dtype.element_ty)
             tl.store(grads + offs_v, none, mask=offs_v < width)
-            if wide is not None:
-                tl.store(wide + offs_v, none.to(tl.float32), mask=offs_v < width)
+            if grads_fp32 is not None:
+                tl.store(grads_fp32 + offs_v, none.to(tl.float32), mask=offs_v < width)
 
 
 @triton.jit(
-    do_not_specialize=["labels", "losses", "token_weight", "row_factors", "of_ce", "share", "rest"]
-)
+    do_not_specialize=[
+        "labels", "losses", "token_weight", "row_factors", "of_ce", "beta", "one_minus_beta"
+    ]
+)  # fmt: skip
 def divergence_rows_kernel(
     student,  # (C, width) fp32 products
     teacher,  # (C, width) fp32 products
     grads,  # (C, 4 / itemsize * width) out: the memory of `student`, in the inputs' dtype; or None
-    wide,  # (C, width) fp32 out: the memory of `teacher`, gets grads before rounding; or None
+    grads_fp32,  # (C, width) fp32 out: the memory of `teacher`, gets grads before rounding; or None
     bias,  # (V,) or None
     teacher_bias,  # (V,) or None
     labels,  # (C,) int
@@ -195,14 +197,14 @@ def divergence_rows_kernel(
     softcap,  # or None
     teacher_scale,
     teacher_softcap,
-    share,  # of the teacher in the mixture
-    rest,  # 1 - share, the student's
+    beta,  # of the teacher in the mixture
+    one_minus_beta,  # 1 - beta, the student's
     of_ce,  # weight of the cross-entropy
-    to_plain,  # the temperature; logits times this are those at temperature 1
+    temperature,  # logits times this are those at temperature 1
     KIND: tl.constexpr,
     HAS_CE: tl.constexpr,
-    NORMALISE: tl.constexpr,  # the largest entry of grads is AMPLIFY or less
-    AMPLIFY: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,  # the largest entry of grads is GRAD_SCALE or less
+    GRAD_SCALE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """A row's divergence, plus ``of_ce`` times its cross-entropy, and the student's gradient."""
@@ -211,12 +213,12 @@ def divergence_rows_kernel(
     teacher += c * width
     if grads is not None:
         grads += c * stride_g
-    if wide is not None:
-        wide += c * width
+    if grads_fp32 is not None:
+        grads_fp32 += c * width
     offs_v = tl.arange(0, BLOCK_V)
     weight = tl.load(token_weight + c)
     if weight == 0.0:
-        leave_row_out(c, losses, row_factors, grads, wide, width, BLOCK_V)
+        leave_row_out(c, losses, row_factors, grads, grads_fp32, width, BLOCK_V)
         return
 
     label = tl.load(labels + c)
@@ -243,8 +245,8 @@ def divergence_rows_kernel(
             given = tl.maximum(given, tl.max(tl.where(t <= -FAR, z, float("-inf")), axis=0))
         if HAS_CE:
             at = start + offs_v == label
-            z_label += tl.sum(tl.where(at, z, 0.0), axis=0) * to_plain
-            z = tl.where(at, -NEVER, z * to_plain)
+            z_label += tl.sum(tl.where(at, z, 0.0), axis=0) * temperature
+            z = tl.where(at, -NEVER, z * temperature)
             top_1, sum_1 = add_to_sum(z, top_1, sum_1)
     lse = tl.log(sum_s) + top_s.to(tl.float64)
     lse_t = tl.log(sum_t) + top_t.to(tl.float64)
@@ -271,31 +273,31 @@ def divergence_rows_kernel(
     total = tl.zeros((), tl.float32)
     largest = tl.zeros((), tl.float32)
     size = tl.full((), 1.0, tl.float32)
-    amplify = AMPLIFY
-    if NORMALISE:
+    row_scale = GRAD_SCALE
+    if SCALE_ROWS:
         largest += 1.0
     if KIND != FORWARD or grads is None:
         for start in range(0, V, BLOCK_V):
             z = row_logits(student, bias, start, V, scale, softcap, BLOCK_V)
             t = row_logits(teacher, teacher_bias, start, V, teacher_scale, teacher_softcap, BLOCK_V)
-            term, q, x, gap = class_terms(z, t, lse, low, lse_t, low_t, share, rest, KIND)
+            term, q, x, gap = class_terms(z, t, lse, low, lse_t, low_t, beta, one_minus_beta, KIND)
             inside = start + offs_v < V
             divergence += tl.sum(tl.where(inside, term, 0.0), axis=0).to(tl.float64)
             mean += tl.sum(tl.where(inside, q * x, 0.0), axis=0)
             total += tl.sum(tl.where(inside, q, 0.0), axis=0)
-            if NORMALISE:
+            if SCALE_ROWS:
                 largest = tl.maximum(largest, tl.max(tl.where(inside, q * tl.abs(x), 0.0), axis=0))
         # Sums of q differ from 1 as the rounded log-sum-exps do, and so do those of q * x.
         mean /= total
-    if NORMALISE:
+    if SCALE_ROWS:
         # A power of two, which the products' other operand takes in without being rounded again.
-        size = largest + tl.abs(mean) + tl.maximum(of_ce, -of_ce) * to_plain
+        size = largest + tl.abs(mean) + tl.maximum(of_ce, -of_ce) * temperature
         exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
         size = exponent.to(tl.float32, bitcast=True)
-        amplify = AMPLIFY / size
+        row_scale = GRAD_SCALE / size
         tl.store(row_factors + c, weight * size)
     else:
-        amplify = weight
+        row_scale = weight
 
     # Phase 3: the gradient; for the forward divergence its value as well.
     if grads is not None:
@@ -303,20 +305,20 @@ def divergence_rows_kernel(
             z = row_logits(student, bias, start, V, scale, softcap, BLOCK_V)
             t = row_logits(teacher, teacher_bias, start, V, teacher_scale, teacher_softcap, BLOCK_V)
             inside = start + offs_v < V
-            term, q, x, gap = class_terms(z, t, lse, low, lse_t, low_t, share, rest, KIND)
+            term, q, x, gap = class_terms(z, t, lse, low, lse_t, low_t, beta, one_minus_beta, KIND)
             if KIND == FORWARD:
                 divergence += tl.sum(tl.where(inside, term, 0.0), axis=0).to(tl.float64)
                 g = gap
             else:
                 g = q * (x - mean)
             if KIND >= JSD:
-                g *= rest
+                g *= one_minus_beta
             if HAS_CE:
                 at = start + offs_v == label
-                p_1 = tl.exp2(((z * to_plain - lse_1) - low_1) * LOG2E)
-                g += of_ce * to_plain * tl.where(at, g_label, p_1)
+                p_1 = tl.exp2(((z * temperature - lse_1) - low_1) * LOG2E)
+                g += of_ce * temperature * tl.where(at, g_label, p_1)
             slope = logits_slope(z, None, softcap)
-            g *= slope * amplify
+            g *= slope * row_scale
             g = tl.where(known & inside, g, tl.where(inside, float("nan"), 0.0))
             tl.debug_barrier()
             tl.store(
@@ -324,8 +326,8 @@ def divergence_rows_kernel(
                 g.to(grads.dtype.element_ty),
                 mask=start + offs_v < width,
             )
-            if wide is not None:
-                tl.store(wide + start + offs_v, g, mask=start + offs_v < width)
+            if grads_fp32 is not None:
+                tl.store(grads_fp32 + start + offs_v, g, mask=start + offs_v < width)
     divergence = tl.where(impossible, float("inf"), divergence) + bad
     loss = weight.to(tl.float64) * (divergence + of_ce * nll)
     tl.store(losses + c, tl.where(known, loss, float("nan")).to(tl.float32))
