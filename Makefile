@@ -21,7 +21,7 @@ help:
 	@echo "make test-oldest, make test-newest, make test-torch2.11"
 	@echo "            every test with the oldest and the newest torch and Triton (Python 3.10, 3.13),"
 	@echo "            and with those that GPU results were measured with (Python 3.12)"
-	@echo "make lint   ruff and mypy"
+	@echo "make lint   ruff, mypy, import-linter"
 	@echo "make docs   build the site to out/site, warnings as errors (its own set-up: .venv-docs)"
 	@echo "make clean  remove the environments, out/ and caches"
 	@echo "Set-up goes to .venv by itself; PYTHON=python3.12 chooses another interpreter."
@@ -79,10 +79,11 @@ test-oldest test-newest test-torch2.11: test-%: .venv-%/.installed
 	@$(if $(TESTS),,OMP_NUM_THREADS=1 .venv-$*/bin/pytest -n 2 tests/compiled)
 
 lint: $(STAMP)
-	@echo "== lint: ruff check, ruff format --check, mypy"
+	@echo "== lint: ruff check, ruff format --check, mypy, import-linter"
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo --no-cache
 
 # Its environment holds no torch: the API is read from the source.
 docs: .venv-docs/.installed
