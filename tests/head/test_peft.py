@@ -117,3 +117,30 @@ def test_frozen_head_costs_no_weight_gradient():
     given = [a for _, args, _ in ours for a in args if getattr(a, "shape", 0) == weight.shape]
     assert {a.data_ptr() for a in given} == {weight.data_ptr()}
     assert all(t.shape != weight.shape for *_, out in ours for t in tree_leaves(out))
+
+
+ON_THE_HEAD = {"target_modules": ["lm_head"], "init_weights": False}
+METHODS = {  # whether a head so adapted is a sum of products, and its loss fused
+    "OFT": (lambda: peft.OFTConfig(r=0, oft_block_size=4, **ON_THE_HEAD), False),
+    "BOFT": (lambda: peft.BOFTConfig(boft_block_size=4, **ON_THE_HEAD), False),
+    "MiSS": (lambda: peft.MissConfig(r=4, **ON_THE_HEAD), False),
+    "HRA": (lambda: peft.HRAConfig(r=4, **ON_THE_HEAD), True),
+    "LoHa": (lambda: peft.LoHaConfig(r=4, **ON_THE_HEAD), True),
+    "FourierFT": (lambda: peft.FourierFTConfig(n_frequency=20, **ON_THE_HEAD), True),
+    "trainable tokens": (lambda: peft.LoraConfig(r=4, trainable_token_indices=[1, 2, 3]), True),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_other_methods_are_right_and_reported(name):
+    config, is_fused = METHODS[name]
+    torch.manual_seed(0)
+    model = peft.get_peft_model(llama(), config())
+    loss, grads = loss_and_grads(model)
+    replace_loss_head(model)
+    fused = loss_and_grads(model)
+    torch.testing.assert_close(fused[0], loss, rtol=STATISTIC, atol=0)
+    same_model(fused[1], grads)
+    report = head_report(model)
+    assert report.losses_fused == is_fused
+    assert bool(report.logits_made) == (not is_fused)
