@@ -8,8 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from ptx.device import on_device
-from ptx.tensor_map import TensorMap
+from ptx import TensorMap, on_device
 from support.versions import TRITON
 from triton.tools.tensor_descriptor import TensorDescriptor
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ptx.cta import Fault
+from ptx import Fault
 from support.bounds import STATISTIC
 from support.compiled import (
     ARCHS,

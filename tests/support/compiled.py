@@ -13,8 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from ptx.breakages import Breakage, breakages
-from ptx.device import on_device
+from ptx import Breakage, breakages, on_device
 
 from support.params import slow
 

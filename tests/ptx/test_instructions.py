@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from ptx import grid  # noqa: F401  all forms
-from ptx.assembly import run
+
+from ptx import run
 from ptx.decode import decode
 from ptx.parse import NotUnderstood, parse
 

@@ -2,10 +2,8 @@
 
 import numpy as np
 import pytest
-from ptx import grid  # noqa: F401  all forms
-from ptx.assembly import run
-from ptx.cta import Fault
-from ptx.tensor_map import TensorMap
+
+from ptx import Fault, TensorMap, run
 
 U32 = np.uint32
 X = np.arange(64, dtype=U32)
