@@ -66,8 +66,8 @@ def main() -> None:
         added, finish = microseconds(n, in_place=True)
         replaced, _ = microseconds(n, in_place=False)
         print(
-            f"{n} parameters: {added:.2f} us a parameter and micro-batch where backward adds in "
-            f"place, {replaced:.2f} where gradients are replaced; finish {finish:.2f} us a parameter",
+            f"{n} parameters, us each: {added:.2f} a micro-batch where backward adds in place, "
+            f"{replaced:.2f} where gradients are replaced; {finish:.2f} for finish",
             flush=True,
         )
 
