@@ -355,7 +355,7 @@ def draw(runs: Runs, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(12, 4.8), dpi=150, layout="constrained")
+    figure = Figure(figsize=(9, 4.4), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2)
     draw_losses(runs, left)
     draw_gaps(runs, right)
