@@ -74,7 +74,7 @@ def messages() -> Iterator[tuple[str, str, str]]:
 
 def examples() -> Iterator[str]:
     """A table of the programs in `examples/`: the first line of each."""
-    yield "| Program | |\n|---|---|"
+    yield "| Program | What it shows |\n|---|---|"
     for file in sorted((ROOT / "examples").glob("*.py")):
         first = (ast.get_docstring(ast.parse(file.read_text())) or "").splitlines()[0]
         yield f"| [`{file.name}`]({_REPOSITORY}/examples/{file.name}) | {first} |"
