@@ -136,6 +136,29 @@ def test_the_table_of_stacks_is_that_of_the_data(monkeypatch):
     assert f"<!-- stacks -->\n{made}\n" in TEXTS["docs/stacks.md"]
 
 
+# Published by others, with their source beside them; and a bound of accuracy.md in words of a test.
+ELSEWHERE = {"47.6", "3e-2"}
+
+
+def test_a_decimal_in_prose_stands_in_the_data_the_log_or_a_test():
+    """It is weak, as a figure may stand there for another reason, but finds one without a source."""
+    files = [
+        *(p for folder in ("tests", "bench", "fusedce") for p in (ROOT / folder).rglob("*.py")),
+        ROOT / "bench" / "LOG.md", ROOT / "Makefile", *ROOT.glob("constraints*.txt"),
+        *(ROOT / "docs" / "notebooks").glob("*.ipynb"),
+    ]  # fmt: skip
+    known = " ".join(p.read_text() for p in files)
+    stacks = json.loads((RESULTS / "stacks.json").read_text())["rows"]
+    known += " ".join(f"{row['direction']:.2f}" for row in stacks)
+    table = r"<!-- [\w ]+ -->\n.*?<!-- (?:end|referees|copies|faults) -->"
+    for name, text in TEXTS.items():
+        if not name.startswith("docs/"):
+            continue
+        prose = re.sub(rf"{table}|```.*?```|https?://\S+|`[^`]*`", "", text, flags=re.DOTALL)
+        found = re.findall(r"(?<![\w.])(?:\d+\.\d+|\d+e-\d+)(?![\w.]*\.?\d)", prose)
+        assert [x for x in found if x not in known and x not in ELSEWHERE] == [], name
+
+
 def test_counted_memory_is_what_the_plan_counts(monkeypatch):
     """`python bench/memory.py` draws it anew."""
     counted = bench_script(monkeypatch, "memory").counted()
