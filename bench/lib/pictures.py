@@ -7,6 +7,7 @@ dark page leaves them readable. Captions say what was measured and where.
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -184,6 +185,32 @@ def memory(data: dict[str, Any], measured: Sequence[Row], path: Path) -> Path:
     axes.set_ylabel("GiB beyond inputs and gradients (log)")
     caption = f"H={H}, V={V}, bfloat16, {data['device']}: lines counted, points measured."
     return save(titled(figure, "Memory of the loss", caption), path)
+
+
+def stacks(rows: Sequence[Row], path: Path) -> Path:
+    """How far the gradient of a step is from the right one, by model and training stack."""
+    rows = [row for row in rows if row["micro-batches"] > 1]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure = styled(6.8, 3.8)
+    axes = figure.subplots()
+    styles = ((NAIVE, "o"), ("#e69f00", "s"), (INK, "x"), (OURS, "D"))
+    names = dict.fromkeys(row["stack"] for row in rows)
+    for name, (colour, marker) in zip(names, styles, strict=True):
+        of = [row for row in rows if row["stack"] == name]
+        errors = [max(gradient_error(row["gradient"], row["direction"]), GAP_FLOOR) for row in of]
+        at = [models.index(row["model"]) for row in of]
+        axes.semilogx(errors, at, marker, color=colour, markersize=7, label=name)
+    axes.set_yticks(range(len(models)), models)
+    axes.invert_yaxis()
+    axes.set_xlabel("distance from the right gradient, over its size (log)")
+    figure.legend(ncols=2, loc="outside upper center")
+    return save(figure, path)
+
+
+def gradient_error(projection: float, sine: float) -> float:
+    """Distance from the right gradient, over its size, of one with this projection on it."""
+    aside = projection * sine / math.sqrt(1 - sine**2)
+    return math.hypot(projection - 1, aside)
 
 
 def weights(found: dict[str, list[tuple[int, float]]], path: Path) -> Path:

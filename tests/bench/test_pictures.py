@@ -57,6 +57,13 @@ def test_memory_and_weights_are_drawn(tmp_path):
     assert max(w for _, w in found["mean of means"]) > 10
 
 
+def test_stacks_are_drawn_by_the_distance_of_their_gradients(tmp_path):
+    rows = json.loads((RESULTS / "stacks.json").read_text())["rows"]
+    assert pictures.stacks(rows, tmp_path / "s.png").stat().st_size > 10_000
+    assert pictures.gradient_error(4.0, 0.0) == 3.0
+    assert pictures.gradient_error(1.0, 0.5**0.5) == pytest.approx(1.0)
+
+
 def test_a_recording_is_drawn_as_it_was_written(tmp_path):
     cast = (RESULTS.parents[1] / "docs" / "audit.cast").read_text().splitlines()
     events = [(at, text) for at, _, text in map(json.loads, cast[1:])]
