@@ -330,7 +330,7 @@ def _gap_panel(axes: Axes, runs: dict[str, Any]) -> None:
         axes.annotate(text, above, xytext=(0, 8), textcoords="offset points", ha="center",
                       color=colour, fontsize=10)  # fmt: skip
     axes.set_ylim(GAP_FLOOR / 2, 10)
-    axes.set_title("Logged loss of 32 micro-batches beside one batch")
+    axes.set_title("Logged loss beside one batch")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("distance, nats per token (log)")
 
