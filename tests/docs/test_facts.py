@@ -141,7 +141,7 @@ ELSEWHERE = {"47.6", "3e-2"}
 
 
 def test_a_decimal_in_prose_stands_in_the_data_the_log_or_a_test():
-    """It is weak, as a figure may stand there for another reason, but finds one without a source."""
+    """A figure may stand there for another reason; one that stands nowhere has no source."""
     files = [
         *(p for folder in ("tests", "bench", "fusedce") for p in (ROOT / folder).rglob("*.py")),
         ROOT / "bench" / "LOG.md", ROOT / "Makefile", *ROOT.glob("constraints*.txt"),
