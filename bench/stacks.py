@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 import transformers
-from lib.results import FOLDER, versions, write
+from lib import pictures
+from lib.results import FOLDER, ROOT, versions, write
 from lib.tables import markdown, put
 from torch import Tensor
 
@@ -250,6 +251,7 @@ def main() -> int:
     packages = versions() | {"accelerate": __import__("accelerate").__version__}
     data = {"versions": packages, "date": datetime.date.today().isoformat(), "rows": rows}
     write(args.out, data)
+    pictures.stacks(rows, ROOT / "docs" / "stacks.png")
     print(table(rows))
     if args.page:
         known = ", ".join(f"{k} {packages[k]}" for k in ("torch", "transformers", "accelerate"))

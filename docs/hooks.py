@@ -1,4 +1,4 @@
-"""Text that the site computes when it is built: messages, links, docstring roles.
+"""Text that the site computes when it is built: messages, examples, links, docstring roles.
 
 Nothing here imports torch; the site's environment has none.
 """
@@ -27,6 +27,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     )
     if "<!-- messages -->" in markdown:
         markdown = markdown.replace("<!-- messages -->", "\n".join(_table()))
+    if "<!-- examples -->" in markdown:
+        markdown = markdown.replace("<!-- examples -->", "\n".join(examples()))
     return markdown
 
 
@@ -68,6 +70,14 @@ def messages() -> Iterator[tuple[str, str, str]]:
             text = _text(node.args[0])
             if (kind in _ERRORS or kind == "warning") and len(text) > 20:
                 yield module, kind, text
+
+
+def examples() -> Iterator[str]:
+    """A table of the programs in `examples/`: the first line of each."""
+    yield "| Program | What it shows |\n|---|---|"
+    for file in sorted((ROOT / "examples").glob("*.py")):
+        first = (ast.get_docstring(ast.parse(file.read_text())) or "").splitlines()[0]
+        yield f"| [`{file.name}`]({_REPOSITORY}/examples/{file.name}) | {first} |"
 
 
 def _text(node: ast.expr) -> str:

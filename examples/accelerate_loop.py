@@ -86,7 +86,7 @@ def main() -> None:
         accelerator = Accelerator(cpu=True)
         accelerator.gradient_accumulation_steps = ACCUMULATION // accelerator.num_processes
         for metrics in loop(accelerator):
-            accelerator.print(loop.__name__, metrics)
+            accelerator.print(loop.__name__, {name: round(x, 4) for name, x in metrics.items()})
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

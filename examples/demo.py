@@ -355,7 +355,7 @@ def draw(runs: Runs, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(12, 4.8), dpi=150, layout="constrained")
+    figure = Figure(figsize=(9, 4.4), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2)
     draw_losses(runs, left)
     draw_gaps(runs, right)
@@ -384,13 +384,13 @@ def draw_losses(runs: Runs, axes: Any) -> None:
             target.plot(
                 x[first:], [getattr(step, kind) for step in runs[name][first:]],
                 color=COLORS[name], linestyle=style, linewidth=width, alpha=alpha,
-                label=f"{name}, {kind} loss",
+                label=f"{name}, {kind}",
             )  # fmt: skip
     zoom.tick_params(labelsize=7)
     zoom.set_title("the last steps", fontsize=8)
     axes.indicate_inset_zoom(zoom, edgecolor="#888888")
     axes.set_ylabel("loss (nats per token)")
-    axes.set_title("Same weights, same data, three ways to train", loc="left", fontsize=11)
+    axes.set_title("Same data, three ways to train", loc="left", fontsize=11)
     axes.legend(loc="lower left", frameon=False, fontsize=8)
 
 
@@ -401,7 +401,7 @@ def draw_gaps(runs: Runs, axes: Any) -> None:
         for kind, style in (("logged", "-"), ("true", ":")):
             axes.semilogy(
                 x, [max(gap, floor) for gap in gaps_of(runs, name, kind)],
-                color=COLORS[name], linestyle=style, linewidth=1.8, label=f"{name}, {kind} loss",
+                color=COLORS[name], linestyle=style, linewidth=1.8, label=f"{name}, {kind}",
             )  # fmt: skip
     axes.axhline(TOLERANCE, color="#888888", linewidth=1, linestyle="--")
     axes.annotate(
@@ -410,7 +410,7 @@ def draw_gaps(runs: Runs, axes: Any) -> None:
     )  # fmt: skip
     axes.set_ylim(floor / 2, 1)
     axes.set_ylabel("distance to A (nats per token)")
-    axes.set_title(f"Gap to the full batch (below {floor:g}: drawn there)", loc="left", fontsize=11)
+    axes.set_title(f"Gap to the full batch (least drawn: {floor:g})", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
 
 

@@ -53,7 +53,7 @@ def main() -> None:
     for carry_over in (False, True):
         print("carried over" if carry_over else "finished at the end of each epoch")
         for metrics in train(carry_over=carry_over):
-            print(" ", metrics)
+            print(" ", {name: round(x, 4) for name, x in metrics.items()})
 
 
 if __name__ == "__main__":

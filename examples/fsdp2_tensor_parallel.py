@@ -60,7 +60,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     for metrics in train():
         if dist.get_rank() == 0:
-            print(metrics)
+            print({name: round(x, 4) for name, x in metrics.items()})
     dist.destroy_process_group()
 
 

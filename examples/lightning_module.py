@@ -71,4 +71,4 @@ def train(epochs: int = 2, ranks: int = 2) -> list[dict[str, float]]:
 
 if __name__ == "__main__":
     for metrics in train():
-        print(metrics)
+        print({name: round(x, 4) for name, x in metrics.items()})

@@ -42,7 +42,8 @@ def main() -> None:
     model = fusedce.replace_loss_head(LlamaForCausalLM(CONFIG))
     document = torch.randint(CONFIG.vocab_size, (1000,))
     for stride in (CONTEXT, CONTEXT // 2, CONTEXT // 4):
-        print(f"stride {stride:3}: {perplexity(model, document, stride=stride)}")
+        metrics = perplexity(model, document, stride=stride)
+        print(f"stride {stride:3}:", {name: round(x, 4) for name, x in metrics.items()})
 
 
 if __name__ == "__main__":

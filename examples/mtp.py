@@ -66,4 +66,4 @@ def train(epochs: int = 2, dtype: torch.dtype = torch.float32) -> list[dict[str,
 
 if __name__ == "__main__":
     for metrics in train():
-        print(metrics)
+        print({name: round(x, 4) for name, x in metrics.items()})

@@ -51,7 +51,7 @@ def train(accelerator: Accelerator, steps: int = 3) -> list[dict[str, float]]:
 def main() -> None:
     accelerator = Accelerator(cpu=True)
     for metrics in train(accelerator):
-        accelerator.print(metrics)
+        accelerator.print({name: round(x, 4) for name, x in metrics.items()})
 
 
 if __name__ == "__main__":

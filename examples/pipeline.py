@@ -101,7 +101,7 @@ def main() -> None:
     history, _ = train()
     for metrics in history:
         if dist.get_rank() == 0:
-            print(metrics)
+            print({name: round(x, 4) for name, x in metrics.items()})
     dist.destroy_process_group()
 
 

@@ -69,7 +69,7 @@ def main() -> None:
 
         writer = SummaryWriter(logdir)
     for metrics in train(writer=writer):
-        print(metrics)
+        print({name: round(x, 4) for name, x in metrics.items()})
 
 
 if __name__ == "__main__":

@@ -74,7 +74,10 @@ def train(steps: int = 15) -> tuple[list[float], list[dict[str, float]]]:
 def main() -> None:
     rewards, history = train()
     for i, metrics in enumerate(history):
-        print(f"{rewards[i * MICRO_BATCHES]:.3f}", metrics)
+        reward, loss = rewards[i * MICRO_BATCHES], metrics["loss"]
+        print(
+            f"step {i + 1:2}: reward {reward:.3f}, loss {loss:7.4f}, {metrics['n_tokens']} tokens"
+        )
 
 
 if __name__ == "__main__":

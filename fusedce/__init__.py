@@ -1,4 +1,4 @@
-"""fusedce: the loss of a language model, without ever building the logits.
+"""fusedce: the loss of a language model, computed in chunks of its logits.
 
 Vocabulary used everywhere in this package:
 

@@ -52,7 +52,7 @@ class _Group(click.Group):
 )
 @click.version_option(fusedce.__version__, message="fusedce %(version)s")
 def main() -> None:
-    """Commands of fusedce: the loss of a language model without its logits."""
+    """Commands of fusedce: the loss of a language model in chunks of its logits."""
 
 
 def _command(function: Command, **settings: Any) -> Callable[[Command], click.Command]:

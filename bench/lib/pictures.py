@@ -7,6 +7,7 @@ dark page leaves them readable. Captions say what was measured and where.
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -122,8 +123,8 @@ def budget(rows: Sequence[Row], where: str, folder: Path, tag: str) -> list[Path
     axes = figure.subplots()
     axes.plot([x for x, *_ in points], [y for _, y, _ in points], "-o", color=OURS)
     for x, y, mib in points:
-        text = f"budget {mib} MiB" if mib else "no budget"
-        axes.annotate(text, (x, y), xytext=(4, 6), textcoords="offset points", fontsize=8.5)
+        text, above = (f"budget {mib} MiB", 6) if mib else ("no budget", -14)
+        axes.annotate(text, (x, y), xytext=(4, above), textcoords="offset points", fontsize=8.5)
     log_ticks(axes, "x", [x for x, *_ in points])
     log_ticks(axes, "y", [1.0, *(y for _, y, _ in points)])
     axes.axhline(1, color=INK, linewidth=1)
@@ -155,34 +156,106 @@ def gpu(rows: Sequence[Row], where: str, path: Path) -> Path:
     return save(titled(figure, "", caption), path)
 
 
+def memory(data: dict[str, Any], measured: Sequence[Row], path: Path) -> Path:
+    """Counted bytes of the loss by tokens, and the measured peaks at the same shape."""
+    H, V = map(int, data["model"].split(","))
+    rows, figure = data["rows"], styled(6.4, 4.2)
+    axes = figure.subplots()
+    lines = {"eager": (OTHER, "-"), "compiled eager": (OTHER, "--"), "fused_ce": (OURS, "-"),
+             "fused_ce, least memory_budget": (OURS, "--")}  # fmt: skip
+    tokens = [row["tokens"] for row in rows]
+    for name, (colour, line) in lines.items():
+        held = [row["bytes"][name] / 2**30 for row in rows]
+        axes.plot(tokens, held, line, color=colour, linewidth=2)
+        axes.annotate(name, (tokens[-1], held[-1]), xytext=(4, 0), va="center",
+                      textcoords="offset points",
+                      color=OURS if colour == OURS else INK)  # fmt: skip
+        points = [
+            (row["shape"][0], row["peak_mib"] / 1024) for row in measured
+            if row["suite"] == "peers" and row["name"] == name and row["shape"][1:] == [H, V]
+        ]  # fmt: skip
+        axes.plot([x for x, _ in points], [y for _, y in points], "o", color=colour)
+    log_ticks(axes, "x", tokens)
+    axes.xaxis.set_major_locator(FixedLocator(tokens))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v / 1024:g}k"))
+    axes.set_xlim(tokens[0], tokens[-1] * 9)
+    axes.spines["bottom"].set_bounds(tokens[0], tokens[-1])
+    log_ticks(axes, "y", [b / 2**30 for row in rows for b in row["bytes"].values()])
+    axes.set_xlabel("tokens of a micro-batch")
+    axes.set_ylabel("GiB beyond inputs and gradients (log)")
+    caption = f"H={H}, V={V}, bfloat16, {data['device']}: lines counted, points measured."
+    return save(titled(figure, "Memory of the loss", caption), path)
+
+
+def stacks(rows: Sequence[Row], path: Path) -> Path:
+    """How far the gradient of a step is from the right one, by model and training stack."""
+    rows = [row for row in rows if row["micro-batches"] > 1]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure = styled(6.8, 3.8)
+    axes = figure.subplots()
+    styles = ((NAIVE, "o"), ("#e69f00", "s"), (INK, "x"), (OURS, "D"))
+    names = dict.fromkeys(row["stack"] for row in rows)
+    for name, (colour, marker) in zip(names, styles, strict=True):
+        of = [row for row in rows if row["stack"] == name]
+        errors = [max(gradient_error(row["gradient"], row["direction"]), GAP_FLOOR) for row in of]
+        at = [models.index(row["model"]) for row in of]
+        axes.semilogx(errors, at, marker, color=colour, markersize=7, label=name)
+    axes.set_yticks(range(len(models)), models)
+    axes.invert_yaxis()
+    axes.set_xlabel("distance from the right gradient, over its size (log)")
+    figure.legend(ncols=2, loc="outside upper center")
+    return save(figure, path)
+
+
+def gradient_error(projection: float, sine: float) -> float:
+    """Distance from the right gradient, over its size, of one with this projection on it."""
+    aside = projection * sine / math.sqrt(1 - sine**2)
+    return math.hypot(projection - 1, aside)
+
+
+def weights(found: dict[str, list[tuple[int, float]]], path: Path) -> Path:
+    """The weight of a token of each micro-batch in one step, before and after; 1 is right."""
+    figure = styled(6.4, 3.6)
+    axes = figure.subplots()
+    width = 0.8 / len(found)
+    for i, (name, micro_batches) in enumerate(found.items()):
+        at = [x + i * width for x in range(len(micro_batches))]
+        colour = OURS if name == "LossAccumulator" else NAIVE
+        drawn = axes.bar(at, [w for _, w in micro_batches], width, color=colour, label=name)
+        if colour == NAIVE:
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+            labels = [f"{w:.1f}" for _, w in micro_batches]
+            axes.bar_label(drawn, labels, padding=2, fontsize=9, bbox=box)
+    axes.set_xticks([x + width / 2 for x in range(len(at))], [f"{n}" for n, _ in micro_batches])
+    axes.axhline(1, color=INK, linewidth=1, zorder=0.5)
+    axes.grid(visible=False, axis="x")
+    axes.set_xlabel("tokens of the micro-batch")
+    axes.set_ylabel("weight of one of its tokens\n(1 is right)")
+    axes.legend()
+    return save(titled(figure, "One optimizer step of 8 micro-batches", ""), path)
+
+
 def accumulation(data: dict[str, Any], path: Path) -> Path:
-    """One panel per regime: the logged losses above, their distance to 32x1 below."""
+    """A panel for each regime of lengths: the distance of the logged losses from those of 32x1."""
     regimes = data["regimes"]
-    figure = styled(4.2 * len(regimes), 6.8)
-    axes = figure.subplots(
-        2, len(regimes), sharex=True, sharey="row", height_ratios=(3, 2), squeeze=False
-    )
-    for (top, bottom), (regime, found) in zip(axes.T, regimes.items(), strict=True):
-        runs = found["runs"]
-        full = runs["32x1"]["logged"]
-        x = range(1, len(full) + 1)
-        top.plot(x, full, color=INK, linewidth=5, alpha=0.3, label="32x1")
+    rows = -(-len(regimes) // 2)
+    figure = styled(7, 2.6 * rows + 1.2)
+    panels = figure.subplots(rows, 2, sharex=True, sharey=True, squeeze=False)
+    for axes, (regime, found) in zip(panels.flat, regimes.items(), strict=False):
+        full = found["runs"]["32x1"]["logged"]
         for name, (colour, line) in _SPLITS.items():
-            run = runs[name]["logged"]
-            bottom.semilogy(x, _gaps(run, full), color=colour, linestyle=line, linewidth=1.4,
-                            label=name)  # fmt: skip
-            if name.endswith("1x32"):
-                top.plot(x, run, color=colour, linestyle=line, linewidth=1.8, label=name)
-        top.set_title(regime)
-        bottom.set_xlabel("optimizer step")
-    axes[0, 0].set_ylabel("logged loss, nats per token")
-    axes[0, 0].legend()
-    axes[1, 0].set_ylabel(f"distance to 32x1, nats\n(below {GAP_FLOOR:g}: drawn there)")
-    # Where every line lies low, which is the regime of equal lengths, there is room.
-    axes[1, -1].legend(fontsize=8, ncols=2, loc="upper right")
+            gaps = _gaps(found["runs"][name]["logged"], full)
+            axes.semilogy(range(1, len(full) + 1), gaps, color=colour, linestyle=line,
+                          linewidth=1.4, label=name)  # fmt: skip
+        axes.set_title(f"{regime} tokens")
+    for axes in panels[-1]:
+        axes.set_xlabel("optimizer step")
+    for axes in panels[:, 0]:
+        axes.set_ylabel("distance to 32x1, nats")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), ncols=4, loc="outside upper center")
     where = f"{data['device_name']}, torch {data['torch']}, float32; {data['steps']} steps of 32"
-    title = "Effective batch of 32 sequences, split into micro-batches"
-    return save(titled(figure, title, f"{where} sequences, AdamW."), path)
+    caption = f"{where} sequences, AdamW. Distances below {GAP_FLOOR:g} are drawn there."
+    return save(titled(figure, "", caption), path)
 
 
 _SPLITS = {
@@ -199,9 +272,9 @@ _SPLITS = {
 def overview(
     rows: Sequence[Row], gaps: dict[str, Any], where: str, folder: Path, tag: str
 ) -> list[Path]:
-    """The README's picture: memory and time against the others, and the gap of the denominator.
+    """The site's first picture: memory and time against the others, and the gap of the denominator.
 
-    Drawn twice: the panels side by side, and one below the other for narrow screens.
+    Drawn twice: two panels above the third, and one below the other for narrow screens.
 
     Raises:
         ValueError: no problem has both a time and a peak.
@@ -225,10 +298,10 @@ def overview(
     steps += f"{gaps['device_name']}, torch {gaps['torch']}, float32."
 
     written = []
-    for suffix, size, shape in (("", (12.5, 4.6), (1, 3)), ("-narrow", (4.8, 9.6), (3, 1))):
+    for suffix, size, panels in (("", (7.4, 5.8), "ab;cc"), ("-narrow", (4.8, 9.6), "a;b;c")):
         figure = styled(*size)
-        wide = {"width_ratios": (1, 0.8, 1.15)} if shape == (1, 3) else {}
-        upper, middle, lower = figure.subplots(*shape, **wide)
+        wide = not suffix
+        upper, middle, lower = figure.subplot_mosaic(panels).values()
         bars(upper, [(n, peaks[n]) for n in names], _mib)
         upper.set_title("Peak memory of the loss")
         upper.set_xlabel("MiB beyond inputs and gradients")
@@ -239,7 +312,7 @@ def overview(
         middle.set_title("Time of the loss")
         middle.set_xlabel("over the three bare products")
         _gap_panel(lower, runs)
-        conditions = f"Left: {loss}Right: {steps}" if wide else ""  # the page's caption has them
+        conditions = f"Above: {loss}Below: {steps}" if wide else ""  # the page's caption has them
         written.append(save(titled(figure, "", conditions), folder / f"overview-{tag}{suffix}.png"))
     return written
 
@@ -257,7 +330,7 @@ def _gap_panel(axes: Axes, runs: dict[str, Any]) -> None:
         axes.annotate(text, above, xytext=(0, 8), textcoords="offset points", ha="center",
                       color=colour, fontsize=10)  # fmt: skip
     axes.set_ylim(GAP_FLOOR / 2, 10)
-    axes.set_title("Logged loss: 1x32, 32x1")
+    axes.set_title("Logged loss beside one batch")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("distance, nats per token (log)")
 

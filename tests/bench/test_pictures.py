@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import recording
 import report
 from lib import pictures
 from lib.tables import markdown
@@ -44,6 +45,34 @@ def test_the_overview_needs_a_time_and_a_peak_of_one_problem(losses, gaps, tmp_p
 def test_a_gpu_s_peers_are_drawn(tmp_path):
     rows = json.loads((RESULTS / "gpu-h200.json").read_text())["rows"]
     assert pictures.gpu(rows, "a card", tmp_path / "g.png").stat().st_size > 10_000
+
+
+def test_memory_and_weights_are_drawn(tmp_path):
+    measured = json.loads((RESULTS / "gpu-h200.json").read_text())["rows"]
+    data = json.loads((RESULTS / "memory.json").read_text())
+    assert pictures.memory(data, measured, tmp_path / "m.png").stat().st_size > 10_000
+    found = json.loads((RESULTS / "weights.json").read_text())["weights"]
+    assert pictures.weights(found, tmp_path / "w.png").stat().st_size > 5_000
+    assert {w for _, w in found["LossAccumulator"]} == {1.0}
+    assert max(w for _, w in found["mean of means"]) > 10
+
+
+def test_stacks_are_drawn_by_the_distance_of_their_gradients(tmp_path):
+    rows = json.loads((RESULTS / "stacks.json").read_text())["rows"]
+    assert pictures.stacks(rows, tmp_path / "s.png").stat().st_size > 10_000
+    assert pictures.gradient_error(4.0, 0.0) == 3.0
+    assert pictures.gradient_error(1.0, 0.5**0.5) == pytest.approx(1.0)
+
+
+def test_a_recording_is_drawn_as_it_was_written(tmp_path):
+    cast = (RESULTS.parents[1] / "docs" / "audit.cast").read_text().splitlines()
+    events = [(at, text) for at, _, text in map(json.loads, cast[1:])]
+    recording.gif(events, tmp_path / "a.gif")
+    assert Image.open(tmp_path / "a.gif").n_frames == len(events)
+    assert recording.cast(events).splitlines() == cast
+    assert recording.without_pauses([(0.0, "a"), (9.0, "b"), (9.5, "c")])[1:] == [
+        (2.0, "b"), (2.5, "c")
+    ]  # fmt: skip
 
 
 def test_accumulation_is_drawn_regime_by_regime(gaps, tmp_path):

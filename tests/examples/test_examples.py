@@ -258,7 +258,9 @@ def test_lightning_on_two_ranks():
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = [x for x in done.stdout.splitlines() if x.startswith("{")]
     assert all(lines.count(x) == 2 for x in lines)
-    assert_alike([ast.literal_eval(x) for x in dict.fromkeys(lines)], plain()[0])
+    assert_alike(
+        [ast.literal_eval(x) for x in dict.fromkeys(lines)], plain()[0], rel=1e-4
+    )  # rounded
 
 
 def test_grpo_has_the_eager_gradients():
