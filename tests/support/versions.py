@@ -27,3 +27,7 @@ def trl_1_16():
 def marked(names, mark, where):
     """Parameters, with ``mark`` on those whose name contains ``where``."""
     return [pytest.param(name, marks=mark) if where in name else name for name in names]
+
+
+# Over gloo, two stages a rank in a V: torch 2.11's own schedules wait for each other for ever.
+V_SCHEDULES_HANG = TORCH == (2, 11)
