@@ -11,10 +11,12 @@ from support.loops import distance
 from support.tiny_trainer import Dataset, V, llama
 from support.unfused import Documents, Means, TwoLosses, classifier, dora
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM
 
 import fusedce
-from fusedce import LossAccumulator, head_report, model_loss, replace_loss_head
+from fusedce import LossAccumulator, head_report, model_loss, replace_loss_head, restore_loss_head
 
 
 def micro_batches(rank):
@@ -155,6 +157,7 @@ def test_a_model_that_has_no_output_head_is_counted(caplog):
     (warning,) = warned(caplog)
     assert "no output embeddings" in warning
     assert "no output embeddings" in str(head_report(model))
+    assert "labels" not in str(head_report(restore_loss_head(model)))
 
 
 def test_a_loss_that_is_a_sum_is_refused():
@@ -218,6 +221,32 @@ def test_several_losses_by_name_are_each_divided_by_their_own_tokens():
     for p, exact in zip(model.parameters(), one.parameters(), strict=True):
         assert distance(p.grad, exact.grad) <= 10 * SAME_MODEL
     assert head_report(model).logits_made == 0
+
+
+class OnlyTheLoss(TwoLosses):
+    def forward(self, **batch):
+        return {"loss": super().forward(**batch).loss}
+
+
+def of_a_sharded_model(rank):
+    model = replace_loss_head(OnlyTheLoss())
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    acc = LossAccumulator(model, losses=LOSSES)
+    mine = SINGLE[rank::2]
+    main, ahead = ([fusedce.count_valid(b["labels"], offset=n) for b in mine] for n in (1, 2))
+    with acc.window(main=main, next2=ahead):
+        for batch in mine:
+            acc.backward(**model_loss(model, batch, losses=LOSSES))
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_several_losses_of_a_model_that_fsdp_shards_and_that_returns_its_loss_alone():
+    """FSDP2 gathers the weights of the root when a gradient reaches what the model returned."""
+    one = TwoLosses()
+    one(**WHOLE).loss.backward()
+    for grads in ranks.shared({"sharded": of_a_sharded_model})("sharded"):
+        for mine, exact in zip(grads, one.parameters(), strict=True):
+            assert distance(mine, exact.grad) <= 10 * SAME_MODEL
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ def test_classification_of_sequences_is_the_stock_trainers(tmp_path, caplog):
     assert many[0] == pytest.approx(stock, rel=10 * SAME_MODEL)
     assert many[1] == pytest.approx(seen.norms, rel=100 * SAME_MODEL)
     assert "no output embeddings" in warning
+    assert "no output embeddings" in str(head_report(many[2].model))
     assert "pass head=" not in warning
 
 
