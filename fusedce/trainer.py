@@ -13,7 +13,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -57,6 +57,9 @@ class FusedTrainerMixin:
     * in packed batches (``position_ids`` that restart, without ``attention_mask``) no token is
       trained across a document's border.
 
+    ``label_smoothing_factor``, and SFTTrainer's ``loss_type="dft"`` (dynamic fine-tuning), are part
+    of the fused loss.
+
     Any other mean over labels is counted as well, with a warning that says why nothing is saved:
     DoRA and other adapters of the head, several losses, models without an output head
     (classification). Each micro-batch's own loss, times its labels, is divided by those of the
@@ -80,8 +83,8 @@ class FusedTrainerMixin:
     Raises (when training begins):
         TypeError: an attribute has another type.
         ValueError: the model's loss is a sum, or does not depend on its labels; or a setting
-            defines another loss: ``compute_loss_func``, ``label_smoothing_factor``, TRL's
-            ``loss_type`` other than "nll".
+            defines another loss: ``compute_loss_func``, TRL's ``loss_type`` other than "nll" and
+            "dft", or "dft" where the loss is not one fused cross-entropy.
         RuntimeError: several GPUs in one process (``nn.DataParallel``); at a logging step, the
             model's loss has counted other tokens than the labels hold.
 
@@ -200,7 +203,7 @@ class FusedTrainerMixin:
         _mask_borders(inputs, self._labels_of)
         if self._by_labels and self._eval_totals is None:
             outputs = model(**inputs)
-            loss = self._by_count(loss_of(outputs), inputs, denominator)
+            loss = self._by_count(self._mean_of(outputs, inputs), inputs, denominator)
             return (loss, outputs) if return_outputs else loss
         outer = LossObserver.current.get()  # of prediction_step, which counts what it has seen
         with (
@@ -219,7 +222,7 @@ class FusedTrainerMixin:
                 f"no token was counted: code that patches the model's forward bypasses the head. "
                 f"Was it patched by Liger (apply_liger_kernel_to_...)? Leave its patch out"
             )
-        loss = loss_of(outputs)
+        loss = self._mean_of(outputs, inputs)
         return (loss, outputs) if return_outputs else loss
 
     def _by_count(
@@ -240,7 +243,23 @@ class FusedTrainerMixin:
         return mean if denominator is None else total / denominator.to(mean.device)
 
     def _observed(self, denominator: Tensor | None = None) -> LossObserver:
-        return LossObserver(denominator, monitor=MONITORED if self._stats else ())
+        return LossObserver(
+            denominator,
+            monitor=MONITORED if self._stats else (),
+            label_smoothing=0.0 if self.label_smoother is None else self.label_smoother.epsilon,
+            token_scaled=self._is_token_scaled(),
+        )
+
+    def _is_token_scaled(self) -> bool:
+        """Whether TRL's settings ask for dynamic fine-tuning, which has no label smoothing."""
+        return getattr(self.args, "loss_type", None) == "dft"
+
+    def _mean_of(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """The model's own loss, or that of Trainer's label smoother where it is not fused."""
+        if self.label_smoother is None or not self._by_labels:
+            return loss_of(outputs)
+        shift = bool(self._labels_of(dict(inputs)).shift)
+        return cast(Tensor, self.label_smoother(outputs, inputs["labels"], shift_labels=shift))
 
     def _count(self, observer: LossObserver, inputs: Mapping[str, Any], outputs: Any) -> None:
         """Add the losses of a forward to the totals, and to the statistics if there are any."""
@@ -329,6 +348,8 @@ class FusedTrainerMixin:
         if "labels" in inputs or "shift_labels" in inputs:
             inputs = dict(AccelerateEngine(self.accelerator).without_repeats(inputs))
             _mask_borders(inputs, self._labels_of)
+        if self.label_smoother is not None and "labels" in inputs:
+            self._labels_of(inputs)  # before losses are observed
         self._evaluated = None
         with self._observed() as observer:
             predicted = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
@@ -361,6 +382,8 @@ class FusedTrainerMixin:
             with self.compute_loss_context_manager():
                 # The whole batch, since image tensors are not divided into its rows.
                 found = find_label_count(self.model, self._prepare_inputs(dict(batch)))
+            if found.note is not None and self._is_token_scaled():
+                raise ValueError(f"loss_type='dft' needs a fused loss, but fusedce {found.note}")
         return found
 
     def _replace_head(self) -> None:
@@ -403,9 +426,8 @@ def _refuse_other_settings(trainer: Any) -> None:
             "patches the model's forward with Liger's fused loss: set use_liger_kernel=False",
         ),
         "compute_loss_func": (trainer.compute_loss_func is not None, other),
-        "label_smoothing_factor": (settings.label_smoothing_factor != 0, other),
         f"loss_type={loss_type!r}": (
-            loss_type not in (None, "nll"),
+            loss_type not in (None, "nll", "dft"),
             "patches the model's forward for TRL's way without logits: set loss_type='nll'"
             if loss_type == "chunked_nll"
             else other,

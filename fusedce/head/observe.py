@@ -114,6 +114,9 @@ class LossObserver:
         denominator: ``()``, in tokens: losses with ``reduction="mean"`` divide by it instead of by
             their own count.
         monitor: names of the sums to compute beside each loss.
+        label_smoothing: of losses that have none of their own, in [0, 1].
+        token_scaled: whether each token's loss is times its own probability, without gradient
+            (dynamic fine-tuning, :func:`fusedce.recipes.token_scaled_loss`).
 
     Attributes:
         current: the observer that this thread has entered.
@@ -128,8 +131,16 @@ class LossObserver:
 
     current: ContextVar[LossObserver | None] = ContextVar("fusedce_observer", default=None)
 
-    def __init__(self, denominator: Tensor | None = None, *, monitor: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        denominator: Tensor | None = None,
+        *,
+        monitor: Collection[str] = (),
+        label_smoothing: float = 0.0,
+        token_scaled: bool = False,
+    ) -> None:
         self.denominator, self.monitor = denominator, monitor
+        self.label_smoothing, self.token_scaled = label_smoothing, token_scaled
         self.monitors: list[Mapping[str, Tensor]] = []
         self.losses: list[tuple[Tensor, Tensor, str]] = []
         self.graphs: list[Tensor] = []
