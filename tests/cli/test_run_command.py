@@ -9,7 +9,7 @@ import torch
 from support import trl_programs
 from support.bounds import SAME_MODEL
 from support.command_line import call
-from support.scripts import TRAINER, TWO, python
+from support.scripts import ACCELERATE_TWO, TRAINER, TWO, python
 from support.tiny_trainer import CLOSE
 from support.versions import trl_1_16
 
@@ -19,9 +19,8 @@ HANGS_AT_TIMES = pytest.mark.skipif(
 )
 
 
-def fused(folder, *arguments, ranks=1):
+def fused(folder, *arguments, launcher=()):
     """A script that has ended well, and the report of ``fusedce run``."""
-    launcher = [] if ranks == 1 else TWO
     done = python(folder, *launcher, "-m", "fusedce", "run", "--report", "report.json", *arguments)
     assert done.returncode == 0, done.stderr
     assert sum(line.startswith("fusedce run:") for line in done.stderr.splitlines()) == 1
@@ -162,10 +161,12 @@ def test_a_trainer_script_without_us_logs_a_mean_of_means(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_trainer_script_on_two_ranks(tmp_path):
+@pytest.mark.parametrize("launcher", [TWO, ACCELERATE_TWO], ids=["torchrun", "accelerate launch"])
+def test_a_trainer_script_on_two_ranks(launcher, tmp_path):
     """Four micro-batches on each of two ranks log and save what eight on one do."""
     (tmp_path / "train.py").write_text(TRAINER)
-    _, done = fused(tmp_path, "train.py", "4", ranks=2)
+    report, done = fused(tmp_path, "train.py", "4", launcher=launcher)
+    assert report["models"][0]["losses_fused"] == 4 * 4 + 2 * 4 + 1  # half of the evaluation's
     first, resumed = json.loads(done.stdout.splitlines()[-1])
     assert losses(first)[0] == pytest.approx(mean_loss_of_rows(), rel=SAME_MODEL)
     assert losses(resumed) == pytest.approx(losses(first), rel=8 * SAME_MODEL)
@@ -241,7 +242,7 @@ def test_a_program_of_trl_is_run_unchanged(program, ranks, tmp_path):
     trl_programs.write(tmp_path)
     arguments = ["-m", f"trl.scripts.{program}", *trl_programs.arguments(program, tmp_path)]
     stock = logged(python(tmp_path, *(TWO if ranks == 2 else []), *arguments))
-    report, done = fused(tmp_path, *arguments, ranks=ranks)
+    report, done = fused(tmp_path, *arguments, launcher=TWO if ranks == 2 else ())
     ours = logged(done)
     assert len(ours) == len(stock) == 3  # two steps and the summary
     for mine, exact in zip(ours, stock, strict=True):
