@@ -256,7 +256,7 @@ class FusedTrainerMixin:
 
     def _mean_of(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
         """The model's own loss, or that of Trainer's label smoother where it is not fused."""
-        if self.label_smoother is None or not self._by_labels:
+        if self.label_smoother is None or not self._by_labels or "labels" not in inputs:
             return loss_of(outputs)
         shift = bool(self._labels_of(dict(inputs)).shift)
         return cast(Tensor, self.label_smoother(outputs, inputs["labels"], shift_labels=shift))

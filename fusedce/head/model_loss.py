@@ -173,7 +173,7 @@ def loss_of(outputs: Any) -> Tensor:
     if isinstance(outputs, Mapping):
         loss = outputs.get("loss")
     else:
-        loss = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "loss", None)
+        loss = outputs[0] if isinstance(outputs, (tuple, list)) else getattr(outputs, "loss", None)
     if not isinstance(loss, Tensor):
         raise ValueError(f"the model returned no loss: {type(outputs).__name__}")
     return loss

@@ -48,7 +48,8 @@ class HeadReport(NamedTuple):
     losses_fused: int
     logits_made: int
     places: tuple[Place, ...]  # in the order of their first time
-    notes: tuple[str, ...]  # why the original head runs, or its own code makes the logits
+    notes: tuple[str, ...]  # why the original head runs, its own code makes the logits, or tokens
+    # are counted by labels
     calls: int = 0  # how often the head has run
 
     def __str__(self) -> str:

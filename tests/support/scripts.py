@@ -13,7 +13,8 @@ TWO = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
 # With --cpu it would start one process; the script asks for the CPU itself, and so for gloo.
 ACCELERATE_TWO = [
     "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
-    "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
+    "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
+    "--main_process_port", "0",
 ]  # fmt: skip
 
 
