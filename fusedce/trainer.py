@@ -382,8 +382,8 @@ class FusedTrainerMixin:
             with self.compute_loss_context_manager():
                 # The whole batch, since image tensors are not divided into its rows.
                 found = find_label_count(self.model, self._prepare_inputs(dict(batch)))
-            if found.note is not None and self._is_token_scaled():
-                raise ValueError(f"loss_type='dft' needs a fused loss, but fusedce {found.note}")
+        if found.note is not None and self._is_token_scaled():
+            raise ValueError(f"loss_type='dft' needs a fused loss, but fusedce {found.note}")
         return found
 
     def _replace_head(self) -> None:

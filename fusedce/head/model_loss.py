@@ -109,7 +109,7 @@ def model_loss(
             found = _sums(model, observer, out, loss, weights, scale)
             return found[""] if losses is None else found
         del out, loss  # logits, perhaps
-        counted = find_label_count(model, given)
+        counted = find_label_count(model, given, observer)
     return counted.sum_of(loss_of(model(**given)), given)
 
 
@@ -128,8 +128,9 @@ def _sums(
             f"{len(observer.losses)} fused losses were seen, and losses= names {len(weights)} "
             f"({', '.join(weights)}): is the head replaced?"
         )
-    total = sum(w * x[0] for w, x in zip(weights.values(), observer.losses, strict=True)) / scale
-    _refuse_other_terms(out, loss.detach().reshape(()), torch.as_tensor(total), weights)
+    sums = [x[0] for x in observer.losses]
+    terms = [w * x / scale for w, x in zip(weights.values(), sums, strict=True)]
+    _refuse_other_terms(out, loss.detach().reshape(()), torch.stack(terms), weights)
     if "" in weights:
         return {"": LossSum(loss.float().reshape(()) * scale, observer.losses[0][1])}
     # With 0 times the model's loss, FSDP's hooks on what the model returns run before the others.
@@ -143,15 +144,15 @@ def _sums(
 
 
 def _refuse_other_terms(
-    out: Any, loss: Tensor, cross_entropy: Tensor, weights: Mapping[str, float]
+    out: Any, loss: Tensor, terms: Tensor, weights: Mapping[str, float]
 ) -> None:
-    """Raise ``ValueError`` unless a model's ``loss ()`` is its weighted ``cross_entropy ()``."""
-    other = float(loss - cross_entropy.to(loss))
-    if not abs(other) > (1 + len(weights)) * torch.finfo(loss.dtype).eps * abs(float(loss)):
+    """Raise ``ValueError`` unless a model's ``loss ()`` is the sum of its ``terms (K,)``."""
+    other = float(loss - terms.sum().to(loss))
+    if not abs(other) > (1 + len(terms)) * torch.finfo(loss.dtype).eps * float(terms.abs().sum()):
         return
     if "" not in weights:
         raise ValueError(
-            f"with losses= {dict(weights)} the model's loss would be {float(cross_entropy):.6g}, "
+            f"with losses= {dict(weights)} the model's loss would be {float(terms.sum()):.6g}, "
             f"but it is {float(loss):.6g}: it has other weights, or another term"
         )
     fields = out.items() if isinstance(out, Mapping) else ()
@@ -202,8 +203,12 @@ def forget_label_count(model: Any) -> None:
 
 
 @torch.no_grad()
-def find_label_count(model: Any, batch: Mapping[str, Any]) -> LabelCount:
+def find_label_count(
+    model: Any, batch: Mapping[str, Any], trained: LossObserver | None = None
+) -> LabelCount:
     """Find out how a model's labels are counted, by a few forward passes in evaluation mode.
+
+    ``trained`` has seen the losses of a forward pass in training mode, where they may be others.
 
     Raises:
         ValueError: the loss is a sum over its labels, or does not depend on them.
@@ -217,6 +222,7 @@ def find_label_count(model: Any, batch: Mapping[str, Any]) -> LabelCount:
     try:
         with LossObserver() as observer:
             outputs = model(**inputs)
+        observer = trained or observer
         if observer.reductions == ["mean"]:
             found = LabelCount((labels.numel() - int(observer.losses[0][1])) // len(labels), None)
         else:

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support import ranks
 from support.bounds import SAME_MODEL
 from support.engines import accelerator
@@ -199,6 +200,41 @@ def test_several_fused_losses_are_approximate_and_the_exact_way_is_named(caplog)
     assert "2 fused losses" in warning
     assert "their weights are approximate" in warning
     assert "model_loss(model, batch, losses=" in warning
+
+
+def test_a_second_loss_in_training_alone_is_seen(caplog):
+    """As models that predict further tokens while they train have it; evaluation has one loss."""
+
+    class InTraining(TwoLosses):
+        def forward(self, input_ids, labels=None):
+            if self.training:
+                return super().forward(input_ids, labels)
+            logits = self.lm_head(self.body(input_ids))
+            return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+    model = replace_loss_head(InTraining())
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    for _ in range(2):
+        calls.clear()
+        out = model_loss(model, WHOLE)
+        assert float(out.mean()) == pytest.approx(float(TwoLosses()(**WHOLE).loss), rel=SAME_MODEL)
+    assert len(calls) == 1  # what the first call found out is known
+    (warning,) = warned(caplog)
+    assert "2 fused losses" in warning
+
+
+def test_weights_of_both_signs_are_compared_by_the_size_of_their_terms():
+    """Two losses that nearly cancel have a rounding of their own size."""
+
+    class Difference(Means):
+        def forward(self, input_ids, labels=None):
+            logits = self.lm_head(self.body(input_ids))[:, :-1].flatten(0, 1)
+            a, b, c = (F.cross_entropy(logits, labels[:, 1:].flatten()) for _ in range(3))
+            return {"loss": 0.6 * b - 1.6 * c + a}
+
+    weights = {"a": 1, "b": 0.6, "c": -1.6}
+    assert model_loss(replace_loss_head(Difference()), WHOLE, losses=weights).keys() == {*weights}
 
 
 def test_several_losses_by_name_are_each_divided_by_their_own_tokens():
