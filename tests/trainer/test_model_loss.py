@@ -231,9 +231,9 @@ def test_weights_of_both_signs_are_compared_by_the_size_of_their_terms():
         def forward(self, input_ids, labels=None):
             logits = self.lm_head(self.body(input_ids))[:, :-1].flatten(0, 1)
             a, b, c = (F.cross_entropy(logits, labels[:, 1:].flatten()) for _ in range(3))
-            return {"loss": 0.6 * b - 1.6 * c + a}
+            return {"loss": 0.7 * b - 1.7 * c + a}
 
-    weights = {"a": 1, "b": 0.6, "c": -1.6}
+    weights = {"a": 1, "b": 0.7, "c": -1.7}
     assert model_loss(replace_loss_head(Difference()), WHOLE, losses=weights).keys() == {*weights}
 
 
