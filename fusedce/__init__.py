@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fusedce.contract.results import LossSum as LossSum
     from fusedce.contract.results import TokenStats as TokenStats
     from fusedce.contract.results import TopK as TopK
-    from fusedce.head.observe import model_loss as model_loss
+    from fusedce.head.model_loss import model_loss as model_loss
     from fusedce.head.replace import head_report as head_report
     from fusedce.head.replace import replace_loss_head as replace_loss_head
     from fusedce.head.replace import restore_loss_head as restore_loss_head
@@ -58,7 +58,7 @@ _NAMES = {
     "auditing": ("audit",),
     "contract.labels": ("count_valid", "shift_labels"),
     "contract.results": ("LossSum", "TokenStats", "TopK"),
-    "head.observe": ("model_loss",),
+    "head.model_loss": ("model_loss",),
     "head.replace": ("head_report", "replace_loss_head", "restore_loss_head"),
     "loss.cross_entropy": (
         "FusedLinearCrossEntropyLoss", "fused_cross_entropy", "linear_cross_entropy",

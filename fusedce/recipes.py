@@ -1,4 +1,4 @@
-"""Losses made of log-probabilities: policy gradients, preferences, distillation; never of logits.
+"""Losses made of log-probabilities: policy gradients, preferences, distillation; codebooks.
 
 Each is a few lines on what :func:`fusedce.fused_logprobs` returns, written as its paper writes it,
 and returns a :class:`fusedce.LossSum`: a sum and what it is divided by (tokens, pairs, sequences),
@@ -13,7 +13,8 @@ another shape is a ``ValueError``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from fusedce.contract.checks import check_choice
 from fusedce.contract.divergence import forward_terms
 from fusedce.contract.explain import not_a_tensor
 from fusedce.contract.results import LossSum
+from fusedce.loss.fused_ce import fused_ce
 from fusedce.loss.logprobs import fused_logprobs
 from fusedce.loss.topk import filtered_logprob as filtered_logprob
 
@@ -279,6 +281,37 @@ def token_scaled_loss(
     factor = logprob.detach().exp()
     loss = -factor * logprob.masked_fill(factor == 0, 0)  # p log p is 0 for p = 0
     return LossSum(loss.sum(), used.sum())
+
+
+def codebook_loss(
+    hidden: Tensor,  # (..., H)
+    weights: Sequence[Tensor] | Tensor,  # K of (V, H), or (K, V, H)
+    labels: Tensor,  # (..., K)
+    **options: Any,
+) -> LossSum:
+    """Cross-entropy of K heads over one hidden state, as audio models with K codebooks have them.
+
+    The sum of ``fused_ce(hidden, weights[k], labels[..., k], **options)`` over ``k``, and of their
+    counts: a position counts once for each codebook in which its label is valid.
+
+    Raises:
+        TypeError, ValueError: as :func:`fusedce.fused_ce`, or ``labels`` has another last dimension
+            than there are weights.
+
+    Examples:
+        >>> hidden, weights = torch.randn(2, 5, 16), torch.randn(4, 100, 16)
+        >>> codebook_loss(hidden, weights, torch.randint(100, (2, 5, 4))).n_valid
+        tensor(40)
+    """
+    if not isinstance(labels, Tensor):
+        raise not_a_tensor("labels", labels)
+    if labels.shape[-1:] != (len(weights),):
+        raise ValueError(
+            f"labels must be (..., {len(weights)}), one for each of the weights, got "
+            f"{tuple(labels.shape)}"
+        )
+    each = zip(weights, labels.unbind(-1), strict=True)
+    return functools.reduce(LossSum.__add__, (fused_ce(hidden, w, y, **options) for w, y in each))
 
 
 def _check_shapes(like: Tensor, name: str = "logprob", /, **others: Tensor | None) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -21,15 +21,21 @@ from torch import Tensor
 from fusedce.accumulate.engines import AccelerateEngine, token_ranks_of
 from fusedce.accumulate.meter import LossMeter
 from fusedce.contract.checks import check_flag, memory_budget_of
+from fusedce.head.model_loss import (
+    LabelCount,
+    find_label_count,
+    forget_label_count,
+    known_label_count,
+    loss_of,
+)
 from fusedce.head.observe import LossObserver
-from fusedce.head.replace import head_report, replace_loss_head
+from fusedce.head.replace import replace_loss_head
 from fusedce.logged_stats import MONITORED, LoggedStats
 
 logger = logging.getLogger(__name__)
 
 # Classes whose loss the mixin replaces.
 _CROSS_ENTROPY = (("transformers", "Trainer"), ("trl", "SFTTrainer"))
-_SAME = {True: 1e-4, False: 1e-2}  # in float32 or not: losses that differ by less are the same
 
 
 class FusedTrainerMixin:
@@ -50,6 +56,9 @@ class FusedTrainerMixin:
       that are repeated to fill the last batch of a distributed evaluation are not counted twice;
     * in packed batches (``position_ids`` that restart, without ``attention_mask``) no token is
       trained across a document's border.
+
+    ``label_smoothing_factor``, and SFTTrainer's ``loss_type="dft"`` (dynamic fine-tuning), are part
+    of the fused loss.
 
     Any other mean over labels is counted as well, with a warning that says why nothing is saved:
     DoRA and other adapters of the head, several losses, models without an output head
@@ -74,8 +83,8 @@ class FusedTrainerMixin:
     Raises (when training begins):
         TypeError: an attribute has another type.
         ValueError: the model's loss is a sum, or does not depend on its labels; or a setting
-            defines another loss: ``compute_loss_func``, ``label_smoothing_factor``, TRL's
-            ``loss_type`` other than "nll".
+            defines another loss: ``compute_loss_func``, TRL's ``loss_type`` other than "nll" and
+            "dft", or "dft" where the loss is not one fused cross-entropy.
         RuntimeError: several GPUs in one process (``nn.DataParallel``); at a logging step, the
             model's loss has counted other tokens than the labels hold.
 
@@ -135,7 +144,7 @@ class FusedTrainerMixin:
                 "model's own, computed by fusedce."
             )
         memory_budget_of(self.memory_budget)
-        self._refusal = self._replace_head()
+        self._replace_head()
         self.model_accepts_loss_kwargs = False  # the model's loss is always a mean
         self._eval_totals: LossMeter | None = None
         self._evaluated: Any = None  # outputs of an evaluation's last forward
@@ -149,9 +158,7 @@ class FusedTrainerMixin:
         self._declared: Tensor | int = 0
         self._run_sum, self._run_count = 0.0, 0
         self._train_stats = self._stats = self._new_stats()
-        # Both are found at the first batch; a `model_init` makes another model for each run.
-        self._shift: int | None = None
-        self._by_labels = False  # whether labels are counted, since the loss is not one fused loss
+        forget_label_count(self.model)
 
     def _new_meter(self) -> LossMeter:
         return LossMeter(process_group=token_ranks_of(self.accelerator))
@@ -170,11 +177,11 @@ class FusedTrainerMixin:
         """
         if self._eval_totals is not None or not batch_samples:
             return None
-        shift = self._shift_of(batch_samples[0])
+        labels = self._labels_of(batch_samples[0])
         count = torch.zeros((), dtype=torch.int64, device=device)
         for batch in batch_samples:
-            _mask_borders(batch, self._shift_of)
-            count += _n_labels(batch, shift).to(device)
+            _mask_borders(batch, self._labels_of)
+            count += labels.of(batch).to(device)
         self._declared = self._declared + count
         return self._sum_over_ranks(count)
 
@@ -193,10 +200,10 @@ class FusedTrainerMixin:
             denominator = items.clamp(min=1) / (steps * self._n_ranks())
         if getattr(self, "aux_loss_enabled", False):  # SFTTrainer's switch for MoE models
             inputs = {**inputs, "output_router_logits": True}
-        _mask_borders(inputs, self._shift_of)
+        _mask_borders(inputs, self._labels_of)
         if self._by_labels and self._eval_totals is None:
             outputs = model(**inputs)
-            loss = self._by_count(_loss_of(outputs), inputs, denominator)
+            loss = self._by_count(self._mean_of(outputs, inputs), inputs, denominator)
             return (loss, outputs) if return_outputs else loss
         outer = LossObserver.current.get()  # of prediction_step, which counts what it has seen
         with (
@@ -215,7 +222,7 @@ class FusedTrainerMixin:
                 f"no token was counted: code that patches the model's forward bypasses the head. "
                 f"Was it patched by Liger (apply_liger_kernel_to_...)? Leave its patch out"
             )
-        loss = _loss_of(outputs)
+        loss = self._mean_of(outputs, inputs)
         return (loss, outputs) if return_outputs else loss
 
     def _by_count(
@@ -225,8 +232,7 @@ class FusedTrainerMixin:
 
         Without one, as in a call of a user's own, it is the mean.
         """
-        n = _n_labels(inputs, self._shift_of(dict(inputs)))
-        total = torch.where(n.to(mean.device) > 0, mean, 0) * n.to(mean.device)  # NaN of no tokens
+        total, n = self._labels_of(dict(inputs)).sum_of(mean, inputs)
         evaluating = self._eval_totals is not None
         if evaluating or denominator is not None:
             totals = self._eval_totals if self._eval_totals is not None else self._train_totals
@@ -237,7 +243,23 @@ class FusedTrainerMixin:
         return mean if denominator is None else total / denominator.to(mean.device)
 
     def _observed(self, denominator: Tensor | None = None) -> LossObserver:
-        return LossObserver(denominator, monitor=MONITORED if self._stats else ())
+        return LossObserver(
+            denominator,
+            monitor=MONITORED if self._stats else (),
+            label_smoothing=0.0 if self.label_smoother is None else self.label_smoother.epsilon,
+            token_scaled=self._is_token_scaled(),
+        )
+
+    def _is_token_scaled(self) -> bool:
+        """Whether TRL's settings ask for dynamic fine-tuning, which has no label smoothing."""
+        return getattr(self.args, "loss_type", None) == "dft"
+
+    def _mean_of(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """The model's own loss, or that of Trainer's label smoother where it is not fused."""
+        if self.label_smoother is None or not self._by_labels or "labels" not in inputs:
+            return loss_of(outputs)
+        shift = bool(self._labels_of(dict(inputs)).shift)
+        return cast(Tensor, self.label_smoother(outputs, inputs["labels"], shift_labels=shift))
 
     def _count(self, observer: LossObserver, inputs: Mapping[str, Any], outputs: Any) -> None:
         """Add the losses of a forward to the totals, and to the statistics if there are any."""
@@ -267,7 +289,7 @@ class FusedTrainerMixin:
                 hint = "" if owner is FusedTrainerMixin else hint
                 raise RuntimeError(
                     f"the model's loss has counted {n_tokens} tokens since the last logging step, "
-                    f"but its labels hold {declared} (after a shift by {self._shift}): the loss "
+                    f"but its labels hold {declared} (after the model's shift): the loss "
                     f"would be divided by a wrong number{hint}"
                 )
             if of_interval:
@@ -325,14 +347,16 @@ class FusedTrainerMixin:
                 return FusedTrainerMixin.prediction_step(self, model, inputs, *args, **kwargs)
         if "labels" in inputs or "shift_labels" in inputs:
             inputs = dict(AccelerateEngine(self.accelerator).without_repeats(inputs))
-            _mask_borders(inputs, self._shift_of)
+            _mask_borders(inputs, self._labels_of)
+        if self.label_smoother is not None and "labels" in inputs:
+            self._labels_of(inputs)  # before losses are observed
         self._evaluated = None
         with self._observed() as observer:
             predicted = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         loss = predicted[0]
         # Without training before it, the model's loss is not known yet.
-        if loss is not None and self._shift is None and _reductions(observer) != ["mean"]:
-            self._shift_of(inputs)
+        if loss is not None and observer.reductions != ["mean"]:
+            self._labels_of(inputs)
         if self._by_labels and loss is not None:
             self._by_count(loss, inputs)
         else:
@@ -340,115 +364,31 @@ class FusedTrainerMixin:
         self._evaluated = None
         return predicted
 
-    # ---- the model's shift, the ranks -------------------------------------------------------
+    # ---- the model's labels, the ranks ------------------------------------------------------
 
-    def _shift_of(self, batch: dict[str, Any]) -> int:
-        if self._shift is None:
-            self._shift = self._find_shift(batch)
-        return self._shift
+    @property
+    def _by_labels(self) -> bool:
+        """Whether labels are counted, since the loss is not one fused loss."""
+        found = known_label_count(self.model)
+        return found is not None and found.note is not None
 
-    def _replace_head(self) -> str | None:
-        """Replace the model's head; else say why not."""
-        try:
-            replace_loss_head(self.model, memory_budget=self.memory_budget)
-        except (TypeError, ValueError) as why:
-            return str(why).partition(". ")[0]  # what comes then is a remedy in another call
-        return None
-
-    @torch.no_grad()
-    def _find_shift(self, batch: dict[str, Any]) -> int:
-        """Number of labels of a row that the model's loss leaves out: 1 if it shifts, else 0.
-
-        It also finds out whether the loss is one fused cross-entropy. If not, the model's own mean
-        is what is trained, times the number of its labels, and labels are counted.
-        """
-        # The whole batch, since image tensors are not divided into its rows.
-        inputs = self._prepare_inputs(dict(batch))
-        name = "shift_labels" if "shift_labels" in inputs else "labels"
-        if name not in inputs:
-            raise ValueError(f"the batches must hold labels, got {sorted(batch)}")
-        labels = inputs[name]
-        whole = not labels.is_floating_point()
-        inputs[name] = labels.clamp(min=0) if whole else labels
-        model: Any = self.model
-        self._refusal = self._replace_head()
-        training = model.training
-        model.eval()
-        try:
-            with LossObserver() as observer, self.compute_loss_context_manager():
-                outputs = model(**inputs)
-            self._by_labels = _reductions(observer) != ["mean"]
-            if not self._by_labels:
-                return (labels.numel() - int(observer.losses[0][1])) // len(labels)
-            exact, shift = True, 0
-            if whole and labels.dim() > 1:
-                exact, shift = self._probe(inputs, name, float(_loss_of(outputs)))
-            self._warn_of_unfused(observer, exact)
-            return shift
-        finally:
-            model.train(training)
-
-    def _probe(self, inputs: dict[str, Any], name: str, loss: float) -> tuple[bool, int]:
-        """Whether a loss is the mean over its labels, and the shift, from a few more forwards.
-
-        Raises:
-            ValueError: it is their sum, or does not depend on them.
-        """
-        labels = inputs[name]
-        positions = torch.arange(labels.shape[-1], device=labels.device)
-
-        def of(used: Tensor) -> float:
-            given = {**inputs, name: labels.masked_fill(~used, -100)}
+    def _labels_of(self, batch: dict[str, Any]) -> LabelCount:
+        """How the model's labels are counted, found out at the first batch."""
+        found = known_label_count(self.model)
+        if found is None:
+            if "labels" not in batch and "shift_labels" not in batch:
+                raise ValueError(f"the batches must hold labels, got {sorted(batch)}")
+            self._replace_head()  # a `model_init` makes another model for each run
             with self.compute_loss_context_manager():
-                return float(_loss_of(self.model(**given)))
+                # The whole batch, since image tensors are not divided into its rows.
+                found = find_label_count(self.model, self._prepare_inputs(dict(batch)))
+        if found.note is not None and self._is_token_scaled():
+            raise ValueError(f"loss_type='dft' needs a fused loss, but fusedce {found.note}")
+        return found
 
-        # A first label that the loss does not read is as good as none: NaN, usually.
-        first, none = of(positions == 0), of(positions < 0)
-        if none == loss:
-            raise ValueError(
-                f"the loss of {type(self.model).__name__} does not depend on its labels, so that "
-                f"these do not count what it is a mean of: use the stock Trainer"
-            )
-        shift = int(name == "labels" and (first == none or (first != first and none != none)))
-        odd = positions % 2 == 1
-        n_odd, n_even = int(odd[shift:].sum()), int((~odd)[shift:].sum())
-        config = getattr(self.model, "config", None)
-        if getattr(config, "is_encoder_decoder", False) or not n_odd or not n_even:
-            return True, shift  # its labels are inputs, too
-        low = self.args.bf16 or self.args.fp16
-        same = abs(loss) * _SAME[not low and next(self.model.parameters()).dtype == torch.float32]
-        of_odd, of_even = of(odd), of(~odd)
-        mean = (n_odd * of_odd + n_even * of_even) / (n_odd + n_even)
-        if abs(mean - loss) <= same:
-            return True, shift
-        if abs(of_odd + of_even - loss) <= same:
-            raise ValueError(
-                f"the loss of {type(self.model).__name__} is a sum over its labels, which Trainer "
-                f"would not divide: return its mean, or use a loop with a LossAccumulator"
-            )
-        return False, shift
-
-    def _warn_of_unfused(self, observer: LossObserver, exact: bool) -> None:
-        """Say once, on the first rank, what is not saved and what is approximate."""
-        report = head_report(self.model)
-        seen = len(observer.losses)
-        why = (
-            self._refusal
-            or "; ".join([*report.notes, *(f"{p.operation} at {p.line}" for p in report.places)])
-            if not seen
-            else f"it has {seen} fused losses, of reductions {_reductions(observer)}"
-        )
-        logger.warning(
-            "FusedTrainerMixin counts the tokens of %s by its labels: each micro-batch's own loss "
-            "times its tokens, over those of the step. What is not one fused loss saves no memory "
-            "(%s).%s",
-            type(self.model).__name__,
-            why or "no F.cross_entropy of its output head was seen",
-            ""
-            if exact and seen < 2
-            else " The loss is no mean over these labels alone, as with "
-            "several terms of other counts: their weights are approximate.",
-        )
+    def _replace_head(self) -> None:
+        with contextlib.suppress(TypeError, ValueError):  # a warning will say why
+            replace_loss_head(self.model, memory_budget=self.memory_budget)
 
     def _parallel_size(self, *kinds: str) -> int:
         """The product of the sizes of these kinds of parallelism, as Trainer tells them."""
@@ -475,23 +415,6 @@ def check_behind(trainer: object, mixin: type, name: str) -> None:
         )
 
 
-def _reductions(observer: LossObserver) -> list[str]:
-    return [reduction for *_, reduction in observer.losses]
-
-
-def _loss_of(outputs: Any) -> Tensor:
-    loss: Tensor = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
-    return loss
-
-
-def _n_labels(batch: Mapping[str, Any], shift: int) -> Tensor:
-    """``()`` int64: labels of a batch that its loss reads."""
-    labels = batch.get("shift_labels")
-    labels = batch["labels"] if labels is None else labels
-    labels = labels[..., shift:] if "shift_labels" not in batch and shift else labels
-    return labels.ne(-100).sum()
-
-
 def _refuse_other_settings(trainer: Any) -> None:
     """Raise for another loss than the model's own, and for several GPUs in one process."""
     settings = trainer.args
@@ -503,9 +426,8 @@ def _refuse_other_settings(trainer: Any) -> None:
             "patches the model's forward with Liger's fused loss: set use_liger_kernel=False",
         ),
         "compute_loss_func": (trainer.compute_loss_func is not None, other),
-        "label_smoothing_factor": (settings.label_smoothing_factor != 0, other),
         f"loss_type={loss_type!r}": (
-            loss_type not in (None, "nll"),
+            loss_type not in (None, "nll", "dft"),
             "patches the model's forward for TRL's way without logits: set loss_type='nll'"
             if loss_type == "chunked_nll"
             else other,
@@ -524,7 +446,7 @@ def _refuse_other_settings(trainer: Any) -> None:
         )
 
 
-def _mask_borders(batch: dict[str, Any], shift: Callable[[dict[str, Any]], int]) -> None:
+def _mask_borders(batch: dict[str, Any], labels_of: Callable[[dict[str, Any]], LabelCount]) -> None:
     """Ignore, in place, the label that crosses the border between two packed documents.
 
     In ``labels`` this is a document's first position, in ``shift_labels`` the position before it.
@@ -540,7 +462,7 @@ def _mask_borders(batch: dict[str, Any], shift: Callable[[dict[str, Any]], int])
     else:
         return
     starts[:, 0] = False  # the first document of a row crosses nothing
-    if "shift_labels" not in batch and not shift(batch):
+    if "shift_labels" not in batch and not labels_of(batch).shift:
         return
     for name, where in (("labels", starts), ("shift_labels", starts.roll(-1, 1))):
         if name in batch:

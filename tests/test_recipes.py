@@ -529,3 +529,31 @@ def test_the_divergence_of_kto_may_be_a_number():
         assert recipes.kto_loss(policy, reference, desirable, number).mean() == given.mean()
     with pytest.raises(ValueError, match=r"divergence must be \(\), one number, got \(2,\)"):
         recipes.kto_loss(policy, reference, desirable, policy)
+
+
+@pytest.mark.parametrize("one", [False, True])
+def test_codebooks(one):
+    """Each head and its labels: the sum of their cross-entropies over all their labels."""
+    hidden, _, _ = inputs()
+    rng = torch.Generator().manual_seed(3)
+    weights = [torch.randn(n, H, generator=rng).requires_grad_() for n in (V, V, V if one else 7)]
+    labels = torch.randint(7, (B, T, 3), generator=rng)
+    labels[0, 0], labels[1:, 0, 2] = -100, -100  # a delay pattern
+    given = torch.stack(weights) if one else weights
+
+    def eager(hidden, *weights):
+        losses = [
+            F.cross_entropy((hidden @ w.T).mT, y, reduction="sum", label_smoothing=0.1)
+            for w, y in zip(weights, labels.unbind(-1), strict=True)
+        ]
+        return sum(losses) / (labels != -100).sum()
+
+    out = recipes.codebook_loss(hidden, given, labels, label_smoothing=0.1)
+    assert int(out.n_valid) == int((labels != -100).sum())
+    check(out.mean(), eager, [hidden, *weights])
+
+
+def test_codebooks_need_labels_each():
+    hidden, weight, labels = inputs()
+    with pytest.raises(ValueError, match=r"labels must be \(\.\.\., 2\), one for each"):
+        recipes.codebook_loss(hidden, [weight, weight], labels)

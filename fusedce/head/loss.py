@@ -9,7 +9,7 @@ than the logits would have taken.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 
 from fusedce.contract.checks import autocast_dtype, memory_budget_of, no_autocast
 from fusedce.contract.objective import expected, expecting
+from fusedce.contract.results import LossSum, MonitoredLossSum
 from fusedce.head.gradient import Gradients, LazyGradient, Part, check_not_batched
 from fusedce.head.lazy import LazyLogits, node_number
 from fusedce.head.linear_call import Expr, LinearCall
@@ -26,9 +27,14 @@ from fusedce.head.observe import LossObserver, expected_factor
 from fusedce.head.rules import LogitForm, form_of
 from fusedce.loss.cross_entropy import fused_cross_entropy
 from fusedce.loss.fused_ce import fused_ce
+from fusedce.loss.logprobs import fused_logprobs
 from fusedce.loss.sharded_problem import is_vocabulary_shard
+from fusedce.recipes import token_scaled_loss
 
 Evaluated = tuple[Tensor, dict[LinearCall, list[Tensor]]]  # a loss, as a function of operands
+
+
+_NOBODY = LossObserver()  # asks for nothing
 
 
 class FusedLoss(torch.autograd.Function):
@@ -88,7 +94,11 @@ class CrossEntropy:
     ) -> None:  # fmt: skip
         self.func, self.expr, self.target, self.weight = func, logits.expr, target, weight
         self.ignore_index, self.reduction = ignore_index, reduction
-        self.label_smoothing = float(label_smoothing)
+        asked = LossObserver.current.get()
+        if asked is None or weight is not None or reduction == "none":  # these are not observed
+            asked = _NOBODY
+        self.label_smoothing = float(label_smoothing or asked.label_smoothing)
+        self.token_scaled = asked.token_scaled
         self.loss: Any = None  # without a graph, once computed
         self.divisor: Tensor | None = None
         self.ready: Evaluated | None = None
@@ -160,7 +170,7 @@ class CrossEntropy:
             valid = (self.target != self.ignore_index).any()  # (torch's mean of none is NaN)
             return loss / valid if self.reduction == "mean" else loss
         if self.loss is not None:  # again, in backward
-            loss = fused_ce(form.hidden, w, self.target, **options).loss_sum
+            loss = self._sum(form.hidden, w, options).loss_sum
             return loss if self.divisor is None else loss / self.divisor
         observer = LossObserver.current.get()
         denominator, monitor = (observer.denominator, observer.monitor) if observer else (None, ())
@@ -169,7 +179,7 @@ class CrossEntropy:
             factor = None if denominator is None else denominator.reciprocal()
         expects = self.reduction == "sum" and factor is None  # then an outer expectation holds
         with nullcontext() if expects or factor is expected() else expecting(factor):
-            out = fused_ce(form.hidden, w, self.target, **options, monitor=monitor)
+            out = self._sum(form.hidden, w, options, monitor)
         if observer is not None:
             observer.observe(out, self.reduction)
         if self.reduction == "sum":
@@ -177,6 +187,18 @@ class CrossEntropy:
         self.divisor = out.n_valid if denominator is None else denominator
         self.reduction = "sum"
         return out.loss_sum / self.divisor  # (torch's mean of none is NaN)
+
+    def _sum(
+        self, hidden: Tensor, weight: Tensor, options: dict[str, Any], monitor: Collection[str] = ()
+    ) -> LossSum:
+        if not self.token_scaled:
+            return fused_ce(hidden, weight, self.target, **options, monitor=monitor)
+        del options["label_smoothing"]
+        stats = fused_logprobs(hidden, weight, self.target, **options)
+        used = self.target != self.ignore_index
+        sums = {"correct": stats.argmax == self.target, "entropy": stats.entropy.detach()}
+        monitors = {name: (sums[name] * used).sum(dtype=torch.float64) for name in monitor}
+        return MonitoredLossSum.of(token_scaled_loss(stats.logprob, used), monitors)
 
     def gradients(self, upstream: Tensor, *, keep: bool) -> dict[LinearCall, Gradients]:
         """``upstream`` times the gradients of the operands; they are the caller's to write into."""
@@ -201,8 +223,11 @@ class CrossEntropy:
         with torch.enable_grad():
             fine = z if z.dtype == torch.float64 else z.float()
             weight = None if self.weight is None else self.weight.to(fine.dtype)
-            options = weight, None, self.ignore_index, None, self.reduction, self.label_smoothing
+            reduction = "none" if self.token_scaled else self.reduction
+            options = weight, None, self.ignore_index, None, reduction, self.label_smoothing
             loss = self.func(fine, self.target, *options)
+            if self.token_scaled:
+                loss = token_scaled_loss(-loss, self.target != self.ignore_index).loss_sum
             loss = loss if self.divisor is None else loss / self.divisor
             return torch.autograd.grad(loss, z, upstream.to(loss.dtype), create_graph=again)[0]
 
@@ -229,4 +254,8 @@ def cross_entropy(
         return func(x, target, *options)
     next(iter(x.expr.steps)).head.report.losses += 1
     dtype = x.dtype if autocast_dtype(x.device) is None else fused.loss.dtype
-    return FusedLoss.apply(x, fused, dtype) if train else fused.loss.to(dtype)
+    loss = FusedLoss.apply(x, fused, dtype) if train else fused.loss.to(dtype)
+    observer = LossObserver.current.get()
+    if observer is not None and len(observer.graphs) < len(observer.losses):
+        observer.graphs.append(loss)
+    return loss

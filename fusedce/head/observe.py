@@ -48,14 +48,14 @@ class HeadReport(NamedTuple):
     losses_fused: int
     logits_made: int
     places: tuple[Place, ...]  # in the order of their first time
-    notes: tuple[str, ...]  # why the original head runs, or its own code makes the logits
+    notes: tuple[str, ...]  # why the original head runs, its own code makes the logits, or tokens
+    # are counted by labels
     calls: int = 0  # how often the head has run
 
     def __str__(self) -> str:
         if self.since is None:
-            return (
-                "the output head is the model's own: fusedce.replace_loss_head(model) replaces it"
-            )
+            how = "; ".join(self.notes) or "fusedce.replace_loss_head(model) replaces it"
+            return f"the output head is the model's own: {how}"
         lines = [
             f"replaced since {self.since}" + ("" if self.active else ", but not active now"),
             f"losses fused: {self.losses_fused}; logits made: {self.logits_made}",
@@ -115,10 +115,14 @@ class LossObserver:
         denominator: ``()``, in tokens: losses with ``reduction="mean"`` divide by it instead of by
             their own count.
         monitor: names of the sums to compute beside each loss.
+        label_smoothing: of losses that have none of their own, in [0, 1].
+        token_scaled: whether each token's loss is times its own probability, without gradient
+            (dynamic fine-tuning, :func:`fusedce.recipes.token_scaled_loss`).
 
     Attributes:
         current: the observer that this thread has entered.
         losses: ``(loss_sum, n_valid, reduction)`` of each loss, in order.
+        graphs: each loss as the model gets it, differentiable.
         monitors: the sums that ``monitor`` names, in the same order
             (:class:`fusedce.contract.results.MonitoredLossSum`).
 
@@ -128,10 +132,24 @@ class LossObserver:
 
     current: ContextVar[LossObserver | None] = ContextVar("fusedce_observer", default=None)
 
-    def __init__(self, denominator: Tensor | None = None, *, monitor: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        denominator: Tensor | None = None,
+        *,
+        monitor: Collection[str] = (),
+        label_smoothing: float = 0.0,
+        token_scaled: bool = False,
+    ) -> None:
         self.denominator, self.monitor = denominator, monitor
+        self.label_smoothing, self.token_scaled = label_smoothing, token_scaled
         self.monitors: list[Mapping[str, Tensor]] = []
         self.losses: list[tuple[Tensor, Tensor, str]] = []
+        self.graphs: list[Tensor] = []
+
+    @property
+    def reductions(self) -> list[str]:
+        """The reduction of each loss."""
+        return [reduction for *_, reduction in self.losses]
 
     def observe(self, out: LossSum, reduction: str) -> None:
         """Collect one loss."""
@@ -148,74 +166,6 @@ class LossObserver:
 
     def __exit__(self, *_: object) -> None:
         self.current.set(None)
-
-
-def model_loss(model: Any, batch: Mapping[str, Any]) -> LossSum:
-    """``model(**batch).loss`` as the sum and count that :class:`fusedce.LossAccumulator` takes.
-
-    A model's own ``loss`` is the mean over one batch, and a mean of such means weighs a token of a
-    short batch more. Here the model's loss code runs unchanged, shift and ``ignore_index``
-    included, and its cross-entropy divides by a power of two, which is undone.
-
-    Examples:
-        >>> acc.backward(fusedce.model_loss(model, batch))  # doctest: +SKIP
-
-    Args:
-        model: called as it is, with DDP, FSDP or accelerate around it; before they wrap it, its
-            head was replaced by :func:`fusedce.replace_loss_head`.
-        batch: keyword arguments of the model, with ``labels``.
-
-    Returns:
-        ``loss_sum ()`` in nats, differentiable, and ``n_valid ()`` int64.
-
-    Raises:
-        ValueError: the model's loss is not one fused cross-entropy with the mean over its tokens,
-            or it holds another term (a router's loss, a regulariser). To see that, the host waits
-            for the loss.
-        TypeError: ``batch`` is not a mapping.
-    """
-    if not isinstance(batch, Mapping):
-        raise TypeError(f"batch must be a mapping of tensors, got {type(batch).__name__}")
-    labels = batch.get("labels", batch.get("shift_labels"))
-    if not isinstance(labels, Tensor):
-        raise ValueError(f'batch must hold "labels", got the keys {sorted(batch)}')
-    # A power of two: dividing by it and multiplying again rounds nothing, and a term beside the
-    # cross-entropy stands out from a loss of a few nats.
-    scale = 2 ** labels.numel().bit_length()
-    denominator = torch.full((), scale, dtype=torch.int64, device=labels.device)
-    with LossObserver(denominator) as observer:
-        out = model(**{k: x for k, x in batch.items() if k != "num_items_in_batch"})
-    get = out.get if isinstance(out, Mapping) else lambda name: getattr(out, name, None)
-    loss = get("loss")
-    if [reduction for *_, reduction in observer.losses] != ["mean"] or loss is None:
-        raise ValueError(
-            f"the loss of {type(model).__name__} must be one fused cross-entropy, but "
-            f"{len(observer.losses)} were seen: call fusedce.replace_loss_head(model) first, "
-            f"before DDP or accelerate wraps the model, and give it labels. (Liger's patches "
-            f"bypass the head: leave them out)"
-        )
-    loss_sum, n_valid, _ = observer.losses[0]
-    _refuse_other_terms(out, loss.detach().reshape(()), loss_sum / scale)
-    return LossSum(loss.float().reshape(()) * scale, n_valid)
-
-
-def _refuse_other_terms(out: Any, loss: Tensor, cross_entropy: Tensor) -> None:
-    """Raise ``ValueError`` unless a model's ``loss ()`` is its ``cross_entropy ()``."""
-    other = float(loss - cross_entropy.to(loss))
-    if not abs(other) > 2 * torch.finfo(loss.dtype).eps * abs(float(cross_entropy)):
-        return
-    fields = out.items() if isinstance(out, Mapping) else ()
-    named = [
-        name
-        for name, x in fields
-        if name != "loss" and isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()
-    ]
-    term = " and ".join(named) or "a regulariser or router's loss that it does not return"
-    raise ValueError(
-        f"the model's loss is its cross-entropy and {other:.3g} more ({term}), which is no sum "
-        f"over tokens: call the model without it (output_router_logits=False), or compute the "
-        f"cross-entropy with fused_ce and give acc.add_auxiliary(aux) the other term"
-    )
 
 
 # ---- the number by which a model will divide its losses --------------------------------------

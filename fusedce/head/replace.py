@@ -29,6 +29,7 @@ _TRL = (
 )
 _TORCH = str(Path(torch.__file__).parent)
 _WATCH, _ITEMS = "_fusedce_watch", "_fusedce_items"  # attributes that hold handles of hooks
+LABELS = "_fusedce_labels"  # an attribute: how a model's labels are counted (model_loss.py)
 
 
 def replace_loss_head(
@@ -102,6 +103,7 @@ def restore_loss_head(model: ModelT) -> ModelT:
     for module in model.modules():
         for name in {_WATCH, _ITEMS} & module.__dict__.keys():
             module.__dict__.pop(name).remove()
+        module.__dict__.pop(LABELS, None)
     return model
 
 
@@ -110,8 +112,9 @@ def head_report(model: nn.Module) -> HeadReport:
 
     It holds ``active`` (whether the output head is a replaced one now), ``since`` (local time),
     ``calls`` of the head, ``losses_fused``, ``logits_made`` (how often), and ``places``: for each
-    place that made logits the operation, the user's line, the shape and the bytes. Its ``str`` is a
-    readable summary.
+    place that made logits the operation, the user's line, the shape and the bytes. ``notes`` say
+    why the original head runs, or why tokens are counted by labels. Its ``str`` is a readable
+    summary.
     Several heads are added up, and so are the fused calls of
     :class:`fusedce.trainer_rl.FusedPolicyMixin`. With ``FUSEDCE_EXPLAIN=1`` in the environment,
     each place is printed once, as it happens.
@@ -128,15 +131,27 @@ def head_report(model: nn.Module) -> HeadReport:
     policies = [f.fusedce_counts for f in forwards if hasattr(f, "fusedce_counts")]
     counts = [*policies, *heads.values()]
     places = tuple(p for one in counts for p in one.places.values())
+    notes = [note for one in counts for note in one.notes]
+    by_labels = (m.__dict__[LABELS].note for m in model.modules() if LABELS in m.__dict__)
+    notes += [note for note in by_labels if note is not None]
     return HeadReport(
         active=bool(policies) or (bool(heads) and _named_head(model) in (None, *heads)),
         since=min((one.since for one in counts), default=None),
         losses_fused=sum(one.losses for one in counts),
         logits_made=sum(p.times for p in places),
         places=places,
-        notes=tuple(dict.fromkeys(note for one in counts for note in one.notes)),
+        notes=tuple(dict.fromkeys(notes)),
         calls=sum(one.calls for one in counts),
     )
+
+
+def why_no_head(model: nn.Module) -> str | None:
+    """Why the head of ``model`` cannot be replaced; ``None`` if it can."""
+    try:
+        _check_head(model, _find_head(model))
+    except (TypeError, ValueError) as why:
+        return str(why).partition(". ")[0]  # what comes then is a remedy in another call
+    return None
 
 
 def _check_model(model: Any) -> None:

@@ -161,7 +161,7 @@ def _of_probabilities(problem: Problem, sharding: Any, reduction: str) -> Tensor
 
     labels, backend = no_labels(problem.hidden), problem.backend or "torch"
     problem = problem.replace(labels=labels, ignore_index=None, backend=backend)
-    task, tokens = divergence_task(problem, sharding, reduction, check)
+    task, tokens = divergence_task(problem, sharding, {"reduction": reduction}, check)
     if tokens.group is not None:
         raise ValueError(
             "tokens_sharded must be False with labels of class probabilities: a rank needs those "

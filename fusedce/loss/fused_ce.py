@@ -117,7 +117,7 @@ def fused_ce(
     if is_sharded(weight, process_group):
 
         def check(given: Problem) -> dict[str, Any]:
-            _check_outputs(monitor, local_of(argmax_out), given.labels)
+            check_outputs(monitor, local_of(argmax_out), given.labels)
             beside = [*sorted(monitor), *["argmax_out"][: argmax_out is not None]]
             return {"monitor": ", ".join(beside)}
 
@@ -127,7 +127,7 @@ def fused_ce(
         check_unsharded(tokens_sharded, vocab_size)
         problem = checked(problem)
         if type(monitor) is not tuple or monitor or argmax_out is not None:
-            _check_outputs(monitor, argmax_out, labels)
+            check_outputs(monitor, argmax_out, labels)
     wanted = Outputs(
         argmax=argmax_out is not None or "correct" in monitor,
         entropy="entropy" in monitor,
@@ -135,7 +135,7 @@ def fused_ce(
     )
     out, values = dispatch.loss_sum(Task(problem, wanted, shard=shard))
     if monitor:
-        out = MonitoredLossSum.of(out, _sums(problem, monitor, values))
+        out = MonitoredLossSum.of(out, monitored_sums(problem, monitor, values))
     if argmax_out is not None:
         argmax, own = values["argmax"], local_of(argmax_out)
         if tokens is not None:
@@ -144,18 +144,25 @@ def fused_ce(
     return out
 
 
-def _check_outputs(monitor: Collection[str], argmax_out: Tensor | None, labels: Tensor) -> None:
+def check_outputs(
+    monitor: Collection[str],
+    argmax_out: Tensor | None,
+    labels: Tensor,
+    known: tuple[str, ...] = MONITORS,
+) -> None:
     """Check the arguments that ask for more than the loss; of this rank's tensors."""
     if isinstance(monitor, (str, Tensor)) or not isinstance(monitor, Collection):
-        raise TypeError(f"monitor must be a tuple of names out of {MONITORS}, got {monitor!r}")
+        raise TypeError(f"monitor must be a tuple of names out of {known}, got {monitor!r}")
     for name in monitor:
-        if name not in MONITORS:
-            raise ValueError(f"monitor must hold names out of {MONITORS}, got {name!r}")
+        if name not in known:
+            raise ValueError(f"monitor must hold names out of {known}, got {name!r}")
     if argmax_out is not None:
         check_argmax_out(argmax_out, labels)
 
 
-def _sums(problem: Problem, monitor: Collection[str], of: dict[str, Tensor]) -> dict[str, Tensor]:
+def monitored_sums(
+    problem: Problem, monitor: Collection[str], of: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """Monitored sums over all tokens, by name: ``()`` float64.
 
     Tokens without loss have -1 in ``argmax``, and 0 in ``lse`` and ``entropy``.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
@@ -11,8 +13,9 @@ from fusedce.backends.shards import Tokens
 from fusedce.contract.divergence import checked_divergence
 from fusedce.contract.explain import explains_names, takes_arguments_of
 from fusedce.contract.groups import local_of
-from fusedce.contract.problem import Divergence, Problem, Task
-from fusedce.contract.results import LossSum
+from fusedce.contract.problem import Divergence, Outputs, Problem, Task
+from fusedce.contract.results import LossSum, MonitoredLossSum
+from fusedce.loss.fused_ce import check_outputs, monitored_sums
 from fusedce.loss.sharded_problem import divergence_task, no_labels
 
 Kind = Literal["forward", "reverse", "jsd"]
@@ -44,6 +47,7 @@ def fused_kl(
     process_group: Any = None,
     tokens_sharded: bool = False,
     vocab_size: int | None = None,
+    monitor: Collection[str] = (),
 ) -> LossSum:
     """Sum over positions of the divergence of a student from a teacher, without the logits.
 
@@ -75,16 +79,20 @@ def fused_kl(
             "reverse", as in TRL (arXiv:2306.13649).
         temperature: positive divisor of both heads' finished logits.
         ce_weight: finite weight of the cross-entropy beside the divergence, in the same pass.
+        monitor: names out of ``("correct", "entropy")``: the student's at temperature 1, as in
+            :func:`fused_ce`. They take one more product of the head's size, without gradient.
         hidden, weight, bias, ...: the student's; these and the others are as in :func:`fused_ce`.
             Both heads' rows are split alike among the ranks of ``process_group``.
 
     Returns:
         :class:`LossSum`, ``(loss_sum, n_valid)`` in nats and tokens: ``loss_sum`` float32 (float64
-        for float64 inputs), differentiable in ``hidden``, ``weight`` and ``bias``.
+        for float64 inputs), differentiable in ``hidden``, ``weight`` and ``bias``. With
+        ``monitor``, a :class:`MonitoredLossSum`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`fused_ce`. ``ValueError`` also if the teacher
-            has another number of classes, or for ``ce_weight`` without labels; ``RuntimeError`` for
+            has another number of classes, or for ``ce_weight`` or the monitor "correct" without
+            labels; ``RuntimeError`` for
             a sharded vocabulary with ``backend="triton"``.
 
     Note:
@@ -104,8 +112,15 @@ def fused_kl(
         ignore_index=ignore_index, token_weight=token_weight,
         chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
         process_group=process_group, tokens_sharded=tokens_sharded, vocab_size=vocab_size,
+        monitor=monitor,
     )  # fmt: skip
-    return dispatch.loss_sum(task)[0]
+    out = dispatch.loss_sum(task)[0]
+    if not monitor:
+        return out
+    wanted = Outputs(argmax="correct" in monitor, entropy="entropy" in monitor)
+    with torch.no_grad():
+        _, values = dispatch.loss_sum(Task(task.problem, wanted, shard=task.shard))
+    return MonitoredLossSum.of(out, monitored_sums(task.problem, monitor, values))
 
 
 @takes_arguments_of(fused_kl)
@@ -122,7 +137,7 @@ def fused_kl_tokens(
     Exact under any upstream gradient: backward computes both heads' logits once more (six products
     of the head's size instead of four) and leaves out positions whose upstream gradient is 0.
 
-    Args, Raises: as :func:`fused_kl`.
+    Args, Raises: as :func:`fused_kl`, without ``monitor``.
 
     Returns:
         float32 (float64 for float64 inputs), the leading shape of ``hidden``; differentiable in
@@ -150,6 +165,7 @@ def _asked(
     vocab_size: int | None = None,
     reduction: str = "sum",
     divergence: str = "forward",
+    monitor: Collection[str] = (),
     **options: Any,
 ) -> tuple[Task, Tokens]:
     """Checked records of the arguments; without labels every position gets a valid one."""
@@ -159,8 +175,16 @@ def _asked(
         student = student.replace(labels=no_labels(hidden), ignore_index=None)
     given = Divergence(teacher_hidden, teacher_weight, kind=divergence, **of_teacher)
 
+    asked: dict[str, Any] = {"reduction": reduction}
+
     def check(here: Problem, shard: bool) -> Divergence:
+        check_outputs(monitor, None, here.labels, ("correct", "entropy"))
+        if monitor and reduction == "none":
+            raise ValueError("monitor is of fused_kl's sums: fused_logprobs has those of tokens")
+        if "correct" in monitor and labels is None:
+            raise ValueError("labels must be given with monitor 'correct': they are compared")
+        asked["monitor"] = ", ".join(sorted(monitor))
         return checked_divergence(here, given.local() if shard else given, labels, shard=shard)
 
     sharding = process_group, tokens_sharded, vocab_size
-    return divergence_task(student, sharding, reduction, check)
+    return divergence_task(student, sharding, asked, check)

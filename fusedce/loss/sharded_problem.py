@@ -132,13 +132,13 @@ def agree(
 def divergence_task(
     problem: Problem,
     sharding: Sharding,
-    reduction: str,
+    asked: dict[str, Any],
     check: Callable[[Problem, bool], Divergence],
 ) -> tuple[Task, Tokens]:
     """The task of a divergence, which the torch backend computes on a sharded vocabulary.
 
-    ``check`` makes the record from the checked problem of this rank's tensors, and from whether
-    these are a shard's.
+    ``asked`` are settings that all ranks must share. ``check`` makes the record from the checked
+    problem of this rank's tensors, and from whether these are a shard's.
     """
     if not is_sharded(problem.weight, sharding[0]):
         check_unsharded(*sharding[1:])
@@ -154,7 +154,7 @@ def divergence_task(
                 "do not merge it over ranks"
             )
         found.append(check(given, True))
-        return {"reduction": reduction} | found[0].settings()
+        return asked | found[0].settings()
 
     problem = problem.replace(backend=problem.backend or "torch")
     problem, shard, tokens = agree(problem, sharding, DIVERGENCE, checked)

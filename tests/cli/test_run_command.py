@@ -9,7 +9,7 @@ import torch
 from support import trl_programs
 from support.bounds import SAME_MODEL
 from support.command_line import call
-from support.scripts import TRAINER, TWO, python
+from support.scripts import ACCELERATE_TWO, TRAINER, TWO, python
 from support.tiny_trainer import CLOSE
 from support.versions import trl_1_16
 
@@ -19,9 +19,8 @@ HANGS_AT_TIMES = pytest.mark.skipif(
 )
 
 
-def fused(folder, *arguments, ranks=1):
+def fused(folder, *arguments, launcher=()):
     """A script that has ended well, and the report of ``fusedce run``."""
-    launcher = [] if ranks == 1 else TWO
     done = python(folder, *launcher, "-m", "fusedce", "run", "--report", "report.json", *arguments)
     assert done.returncode == 0, done.stderr
     assert sum(line.startswith("fusedce run:") for line in done.stderr.splitlines()) == 1
@@ -162,10 +161,12 @@ def test_a_trainer_script_without_us_logs_a_mean_of_means(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_trainer_script_on_two_ranks(tmp_path):
+@pytest.mark.parametrize("launcher", [TWO, ACCELERATE_TWO], ids=["torchrun", "accelerate launch"])
+def test_a_trainer_script_on_two_ranks(launcher, tmp_path):
     """Four micro-batches on each of two ranks log and save what eight on one do."""
     (tmp_path / "train.py").write_text(TRAINER)
-    _, done = fused(tmp_path, "train.py", "4", ranks=2)
+    report, done = fused(tmp_path, "train.py", "4", launcher=launcher)
+    assert report["models"][0]["losses_fused"] == 4 * 4 + 2 * 4 + 1  # half of the evaluation's
     first, resumed = json.loads(done.stdout.splitlines()[-1])
     assert losses(first)[0] == pytest.approx(mean_loss_of_rows(), rel=SAME_MODEL)
     assert losses(resumed) == pytest.approx(losses(first), rel=8 * SAME_MODEL)
@@ -187,14 +188,18 @@ class Weighted(Trainer):
 
 ids = torch.arange(3, 20)
 rows = [{"input_ids": ids, "labels": ids}] * 4
-for kind, smoothing in ((Weighted, 0), (Trainer, 0.1)):
+def loss_func(outputs, labels, num_items_in_batch=None):
+    return 3 * outputs.logits.logsumexp(-1).mean()
+
+for kind, function in ((Weighted, None), (Trainer, loss_func)):
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=61, n_embd=16, n_layer=1, n_head=2, n_positions=64)
     args = TrainingArguments(
         "out", max_steps=1, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True,
-        disable_tqdm=True, label_smoothing_factor=smoothing,
+        disable_tqdm=True,
     )
-    trainer = kind(model=GPT2LMHeadModel(config), args=args, train_dataset=rows)
+    model = GPT2LMHeadModel(config)
+    trainer = kind(model=model, args=args, train_dataset=rows, compute_loss_func=function)
     trainer.train()
     print("is", type(trainer) is kind, trainer.state.log_history[0]["loss"])
 """
@@ -212,7 +217,7 @@ def test_a_loss_that_we_do_not_know_stays_the_scripts(tmp_path):
         assert float(mine.split()[2]) == pytest.approx(float(theirs.split()[2]), rel=SAME_MODEL)
     why = [trainer["why_not"] for trainer in report["trainers"]]
     assert "Weighted has a compute_loss of its own" in why[0]
-    assert "label_smoothing_factor" in why[1]
+    assert "compute_loss_func" in why[1]
     assert "Trainer keeps its loss (FusedTrainerMixin computes" in done.stderr
 
 
@@ -237,7 +242,7 @@ def test_a_program_of_trl_is_run_unchanged(program, ranks, tmp_path):
     trl_programs.write(tmp_path)
     arguments = ["-m", f"trl.scripts.{program}", *trl_programs.arguments(program, tmp_path)]
     stock = logged(python(tmp_path, *(TWO if ranks == 2 else []), *arguments))
-    report, done = fused(tmp_path, *arguments, ranks=ranks)
+    report, done = fused(tmp_path, *arguments, launcher=TWO if ranks == 2 else ())
     ours = logged(done)
     assert len(ours) == len(stock) == 3  # two steps and the summary
     for mine, exact in zip(ours, stock, strict=True):

@@ -167,6 +167,41 @@ def test_an_observer_holds_what_it_monitors():
     assert [int(m["correct"]) for m in observer.monitors] == [correct]
 
 
+def times_its_probability(z, y, **options):
+    nll = F.cross_entropy(z.flatten(0, -2), y.flatten(), reduction="none", **options)
+    n = (y != options.get("ignore_index", -100)).sum()
+    return (nll * (-nll).detach().exp()).sum() / n
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("shape", [(3, 7), (2, 1)])  # the second computes gradients in backward
+@pytest.mark.parametrize(
+    ("asked", "exact"),
+    [({"label_smoothing": 0.2}, lambda z, y, **o: rows(z, y, label_smoothing=0.2, **o)),
+     ({"token_scaled": True}, times_its_probability)],
+)  # fmt: skip
+def test_an_observer_asks_for_another_loss(asked, exact, shape, reads):
+    """Also where other losses wait for backward, and where a hook reads the gradient."""
+    model, plain = replace_loss_head(plain_model()), plain_model()
+    x, y = tokens(*shape), tokens(*shape, seed=1)
+    y[0, 0] = 7
+    for m, loss in ((model, rows), (plain, exact)):
+        z = m(x)
+        first = ce(m(tokens(4, 20)), tokens(4, 20, seed=1))  # waits for backward
+        if reads:
+            z.register_hook(lambda g: g + 0)
+        with LossObserver(**asked) as observer:
+            value = loss(z, y, ignore_index=7)
+        (first + value).backward()
+        if m is model:
+            ours = value
+            ((_, n_valid, reduction),) = observer.losses
+            assert (int(n_valid), reduction) == (int((y != 7).sum()), "mean")
+    torch.testing.assert_close(ours, value)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
 class Told(nn.Module):
     """Divides its sum by a number it is given, as models of transformers do."""
 

@@ -427,6 +427,39 @@ def test_cross_entropy_beside_it_is_the_ordinary_one():
     torch.testing.assert_close(both - alone, 0.5 * fused_ce(hidden, weight, labels).loss_sum)
 
 
+@pytest.mark.parametrize("backend", ["torch", slow("triton")])
+@pytest.mark.parametrize("monitor", [("correct",), ("entropy",), ("correct", "entropy")])
+def test_monitored_sums_are_the_students_at_temperature_1(backend, monitor):
+    """Those of ``fused_ce``; loss and gradients are what they are without."""
+    (*args, labels), options = Pair(ignored=0.3, token_weight=True).tensors()
+    options |= {"backend": backend, "softcap": 5.0}
+    leaves = [x.requires_grad_() for x in args[:2]]
+    options["temperature"] = 3.0
+    out, plain = (fused_kl(*args, labels, monitor=names, **options) for names in (monitor, ()))
+    del options["temperature"]
+    of_ce = fused_ce(*leaves, labels, monitor=monitor, **options)
+    assert out.monitors.keys() == of_ce.monitors.keys() == set(monitor)
+    for name, value in out.monitors.items():
+        assert not value.requires_grad
+        torch.testing.assert_close(value, of_ce.monitors[name], rtol=STATISTIC, atol=0)
+    torch.testing.assert_close(tuple(out), tuple(plain), rtol=0, atol=0)
+    grads = (torch.autograd.grad(x.mean(), leaves) for x in (out, plain))
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
+def test_losses_of_tokens_have_no_sums_to_monitor():
+    tensors, _ = Pair().tensors()
+    with pytest.raises(ValueError, match="fused_logprobs has those of tokens"):
+        fused_kl_tokens(*tensors, monitor=("entropy",))
+
+
+def test_entropy_is_monitored_without_labels():
+    (*args, labels), _ = Pair().tensors()
+    out = fused_kl(*args, monitor=("entropy",))
+    exact = fused_ce(*args[:2], labels.clamp(min=0), monitor=("entropy",)).monitors["entropy"]
+    torch.testing.assert_close(out.monitors["entropy"], exact, rtol=STATISTIC, atol=0)
+
+
 def test_the_teacher_gets_no_gradient_and_a_frozen_student_none():
     (*args, labels), _ = Pair().tensors()
     leaves = [x.requires_grad_() for x in args]
@@ -444,6 +477,12 @@ BAD = {
     "teacher's H": (lambda a, o: a.__setitem__(3, a[3][:, 1:]), r"teacher_weight must be \(V, H"),
     "teacher's tokens": (lambda a, o: a.__setitem__(2, a[2][1:]), r"\(9,\), got \(8,\)"),
     "no labels": (lambda a, o: (a.__setitem__(4, None), o.update(ce_weight=1.0)), "labels must"),
+    "accuracy of nothing": (
+        lambda a, o: (a.__setitem__(4, None), o.update(monitor=("correct",))),
+        "labels must be given with monitor 'correct'",
+    ),
+    "z-loss": (lambda a, o: o.update(monitor=("z_loss",)), "monitor must hold names out of"),
+    "a name for names": (lambda a, o: o.update(monitor="correct"), "monitor must be a tuple"),
     "label": (lambda a, o: a[4].__setitem__(3, 131), "got 131 at flattened position 3"),
     "fp64 teacher": (lambda a, o: a.__setitem__(2, a[2].double()), "teacher_hidden must be"),
 }  # fmt: skip

@@ -296,7 +296,7 @@ OPTIONS_OF = {
     "fused_logprobs": (*_OF_TOKENS, "mean_logit"),
     "fused_logprobs of several classes": _OF_TOKENS,
     "fused_argmax": _OF_LOGITS,
-    "fused_kl": (*_OF_LOGITS, *_OF_CHUNKS, *_OF_TEACHERS),
+    "fused_kl": (*_OF_LOGITS, *_OF_CHUNKS, *_OF_TEACHERS, "monitor"),
     "fused_kl_tokens": (*_OF_LOGITS, *_OF_CHUNKS, *_OF_TEACHERS),
 }  # fmt: skip
 
@@ -306,6 +306,8 @@ def run(name, options, backend="torch"):
     given = {k: v for k, v in option_values().items() if k in options} | {"backend": backend}
     if name.startswith("fused_kl") and "temperature" in given:
         given["temperature"] = 1.7
+    if name == "fused_kl" and "monitor" in given:
+        given["monitor"] = ("correct", "entropy")
     leaves = [draw(N, H).requires_grad_(), draw(V, H).requires_grad_()]
     labels = torch.tensor([1, V - 1, -100 if "ignore_index" not in options else 7, 0, 7])
     function, _, of = name.partition(" of ")

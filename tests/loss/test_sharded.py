@@ -39,6 +39,12 @@ def correct(hidden, weight, labels, **options):
     return *out, out.monitors["correct"]
 
 
+def kl_monitored(*tensors, **options):
+    """A divergence and the sums beside it."""
+    out = fused_kl(*tensors, monitor=("correct", "entropy"), **options)
+    return *out, *out.monitors.values()
+
+
 def argmax(hidden, weight, labels, **options):
     return fused_argmax(hidden.nan_to_num(), weight, **options)
 
@@ -65,6 +71,7 @@ FUNCTIONS = {
     "statistics": fused_logprobs,
     "divergence": fused_kl,
     "divergences": fused_kl_tokens,
+    "monitored divergence": kl_monitored,
 }
 EVERYTHING = {
     "softcap": 3.0, "logit_scale": 0.7, "label_smoothing": 0.2, "z_loss": 0.05,
@@ -206,6 +213,8 @@ TORCH = [
         )
     ),
     ("divergence", "forward", "torch", "float64", "DTensor"),
+    ("monitored divergence", "forward", "torch", "float64"),
+    ("monitored divergence", "forward", "torch", "float64", "padded, own tokens"),
     ("losses", "probabilities", "torch", "float64"),
     ("sum of losses", "probabilities", "torch", "float64"),
     ("mean", "probabilities", "torch", "float64"),

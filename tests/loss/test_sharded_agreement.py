@@ -146,6 +146,7 @@ DIFFERENT = [
         ("temperature", {}, {"temperature": 2.0}),
         ("teacher_bias", {}, {"teacher_bias": torch.zeros(V // 2)}),
         ("reduction", {}, {"function": fused_kl_tokens}),
+        ("monitor", {}, {"monitor": ("entropy",)}),
     )),
 ]  # fmt: skip
 # The same of an argument that is wrong on rank 1 alone, so that it raises before the ranks meet.

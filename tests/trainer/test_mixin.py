@@ -22,6 +22,7 @@ from support.tiny_trainer import (
     train,
     true_mean,
 )
+from support.unfused import unfused
 from torch import nn
 from torch.utils.data import default_collate
 from transformers import (
@@ -34,6 +35,7 @@ from transformers import (
 )
 
 import fusedce
+from fusedce import head_report
 
 
 def labelled(n=16, label=None, rows=slice(None), size=12):
@@ -261,8 +263,6 @@ def test_smaller_batches_after_memory_ran_out(tmp_path):
 def test_another_loss_is_refused(tmp_path):
     with pytest.raises(ValueError, match="compute_loss_func asks for another loss"):
         FusedTrainer(model=llama(), args=arguments(tmp_path), compute_loss_func=lambda *a, **k: 0)
-    with pytest.raises(ValueError, match="label_smoothing_factor"):
-        FusedTrainer(model=llama(), args=arguments(tmp_path, label_smoothing_factor=0.1))
 
 
 @pytest.mark.parametrize(
@@ -407,3 +407,36 @@ def test_a_mixin_alone_says_what_to_write(mixin, trainer):
     alone = type("Mine", (kind,), {})
     with pytest.raises(TypeError, match=rf"write class Mine\({mixin}, {trainer}\)"):
         alone(model=None)
+
+
+@pytest.mark.parametrize("steps", [1, 8])
+def test_label_smoothing_of_the_trainers_settings(tmp_path, steps):
+    """Loss, gradient and evaluation are those of ``F.cross_entropy(label_smoothing=)``."""
+    exact = sharpened()
+    batch = default_collate(Dataset(16).rows)
+    logits = exact(input_ids=batch["input_ids"]).logits[:, :-1]
+    loss = F.cross_entropy(logits.mT, batch["labels"][:, 1:], label_smoothing=0.1)
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in exact.parameters()]).norm()
+    args = arguments(tmp_path, 16 // steps, steps, max_steps=1, label_smoothing_factor=0.1)
+    trainer, losses, seen, _ = train(FusedTrainer, sharpened(), args)
+    assert losses[0] == pytest.approx(float(loss), rel=STATISTIC)
+    assert seen.norms[0] == pytest.approx(float(norm), rel=8 * SAME_MODEL)
+    assert head_report(trainer.model).logits_made == 0
+    args = arguments(tmp_path, label_smoothing_factor=0.1)
+    alone = FusedTrainer(model=sharpened(), args=args, eval_dataset=Dataset())
+    assert alone.evaluate()["eval_loss"] == pytest.approx(float(loss), rel=STATISTIC)
+
+
+def test_label_smoothing_of_a_loss_that_is_not_fused(tmp_path):
+    """It is taken from logits, as the stock trainer does, and counted."""
+    batch = default_collate(Dataset(8).rows)
+    logits = sharpened()(**batch).logits[:, :-1]
+    exact = F.cross_entropy(logits.mT, batch["labels"][:, 1:], label_smoothing=0.1)
+    for steps in (1, 8):
+        args = arguments(tmp_path, 8 // steps, steps, label_smoothing_factor=0.1)
+        _, losses, *_ = train(FusedTrainer, unfused(sharpened()), args, train_dataset=Dataset(8))
+        assert losses[0] == pytest.approx(float(exact), rel=STATISTIC)
+    args = arguments(tmp_path, label_smoothing_factor=0.1)
+    trainer = FusedTrainer(model=unfused(sharpened()), args=args, eval_dataset=Dataset(8))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(float(exact), rel=STATISTIC)

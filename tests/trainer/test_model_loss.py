@@ -1,16 +1,23 @@
 """The loss of a Hugging Face model in a loop of one's own: one denominator, on two ranks too."""
 
+import re
+
 import pytest
 import torch
+import torch.nn.functional as F
 from support import ranks
 from support.bounds import SAME_MODEL
 from support.engines import accelerator
 from support.loops import distance
-from support.tiny_trainer import V, llama
+from support.tiny_trainer import Dataset, V, llama
+from support.unfused import Documents, Means, TwoLosses, classifier, dora
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM
 
 import fusedce
-from fusedce import LossAccumulator, model_loss, replace_loss_head
+from fusedce import LossAccumulator, head_report, model_loss, replace_loss_head, restore_loss_head
 
 
 def micro_batches(rank):
@@ -63,9 +70,7 @@ def test_two_ranks_of_accelerate(rank):
     check(model, acc, 2)
 
 
-def test_a_head_that_is_not_replaced_is_refused():
-    with pytest.raises(ValueError, match=r"call fusedce.replace_loss_head\(model\) first"):
-        model_loss(llama(), micro_batches(0)[0])
+def test_a_wrong_batch_is_refused():
     with pytest.raises(ValueError, match='batch must hold "labels"'):
         model_loss(llama(), {"input_ids": torch.zeros(1, 2)})
     with pytest.raises(TypeError, match="batch must be a mapping"):
@@ -97,3 +102,200 @@ def test_a_term_that_is_no_sum_over_tokens_is_named(name, words):
         model_loss(model, batch)
     model.size = 0.0
     assert model_loss(model, batch).n_valid > 0
+
+
+# ---- models whose loss is not one fused cross-entropy -----------------------------------------
+
+ROWS = Dataset(8).rows
+WHOLE = torch.utils.data.default_collate(ROWS)
+SINGLE = [{name: x[None] for name, x in row.items()} for row in ROWS]
+
+
+def stepped(model, batches):
+    """Gradients and metrics of one step of these micro-batches."""
+    acc = LossAccumulator(model)
+    for batch in batches:
+        acc.backward(model_loss(model, batch))
+    acc.finish()
+    return [p.grad for p in model.parameters() if p.requires_grad], acc.metrics()
+
+
+def warned(caplog):
+    return [r.getMessage() for r in caplog.records if "counts the tokens" in r.getMessage()]
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: replace_loss_head(Means(shift=0)), "_log_softmax.default at .*py"),
+        (lambda: replace_loss_head(Means(shift=1)), "_log_softmax.default at .*py"),
+        (lambda: replace_loss_head(dora()), r"aten.* at .*\.py"),
+        (llama, r"call fusedce.replace_loss_head\(model\) before DDP"),
+    ],
+)
+def test_a_loss_that_is_not_fused_is_counted(make, why, caplog):
+    """One step of single rows is one of the whole batch; one warning, and the report says why."""
+    model = make()
+    grads, metrics = stepped(model, SINGLE)
+    (warning,) = warned(caplog)
+    assert "saves no memory" in warning
+    assert "approximate" not in warning
+    assert re.search(why, warning)
+    assert re.search(why, str(head_report(model)))
+    assert model.training
+    one = make()
+    loss = one(**WHOLE).loss
+    loss.backward()
+    assert metrics["loss"] == pytest.approx(float(loss), rel=10 * SAME_MODEL)
+    for p, grad in zip([p for p in one.parameters() if p.requires_grad], grads, strict=True):
+        assert distance(grad, p.grad) <= 10 * SAME_MODEL
+
+
+def test_a_model_that_has_no_output_head_is_counted(caplog):
+    model = classifier()
+    data = Documents(tokens=False)
+    stepped(model, [{name: x[None] for name, x in row.items()} for row in data.rows])
+    (warning,) = warned(caplog)
+    assert "no output embeddings" in warning
+    assert "no output embeddings" in str(head_report(model))
+    assert "labels" not in str(head_report(restore_loss_head(model)))
+
+
+def test_a_loss_that_is_a_sum_is_refused():
+    with pytest.raises(ValueError, match="is a sum over its labels"):
+        model_loss(Means(reduction="sum"), WHOLE)
+
+
+def test_modules_in_evaluation_stay_so():
+    model = Means()
+    model.body.eval()
+    model_loss(model, WHOLE)
+    assert model.training
+    assert not model.body.training
+
+
+def test_two_ranks_count_alike():
+    def both(rank):
+        accelerator(rank)
+        model = nn.parallel.DistributedDataParallel(Means())
+        grads, metrics = stepped(model, SINGLE[rank::2])
+        return grads, metrics["loss"], str(head_report(model.module))
+
+    one, loss = stepped(Means(), SINGLE)
+    for grads, of_rank, report in ranks.shared({"both": both})("both"):
+        assert of_rank == pytest.approx(loss["loss"], rel=10 * SAME_MODEL)
+        assert "counts the tokens" in report
+        for mine, exact in zip(grads, one, strict=True):
+            assert distance(mine, exact) <= 10 * SAME_MODEL
+
+
+LOSSES = {"main": 1, "next2": 0.3}
+
+
+def test_several_fused_losses_are_approximate_and_the_exact_way_is_named(caplog):
+    model = replace_loss_head(TwoLosses())
+    out = model_loss(model, WHOLE)
+    assert float(out.mean()) == pytest.approx(float(TwoLosses()(**WHOLE).loss), rel=SAME_MODEL)
+    (warning,) = warned(caplog)
+    assert "2 fused losses" in warning
+    assert "their weights are approximate" in warning
+    assert "model_loss(model, batch, losses=" in warning
+
+
+def test_a_second_loss_in_training_alone_is_seen(caplog):
+    """As models that predict further tokens while they train have it; evaluation has one loss."""
+
+    class InTraining(TwoLosses):
+        def forward(self, input_ids, labels=None):
+            if self.training:
+                return super().forward(input_ids, labels)
+            logits = self.lm_head(self.body(input_ids))
+            return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+    model = replace_loss_head(InTraining())
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    for _ in range(2):
+        calls.clear()
+        out = model_loss(model, WHOLE)
+        assert float(out.mean()) == pytest.approx(float(TwoLosses()(**WHOLE).loss), rel=SAME_MODEL)
+    assert len(calls) == 1  # what the first call found out is known
+    (warning,) = warned(caplog)
+    assert "2 fused losses" in warning
+
+
+def test_weights_of_both_signs_are_compared_by_the_size_of_their_terms():
+    """Two losses that nearly cancel have a rounding of their own size."""
+
+    class Difference(Means):
+        def forward(self, input_ids, labels=None):
+            logits = self.lm_head(self.body(input_ids))[:, :-1].flatten(0, 1)
+            a, b, c = (F.cross_entropy(logits, labels[:, 1:].flatten()) for _ in range(3))
+            return {"loss": 0.7 * b - 1.7 * c + a}
+
+    weights = {"a": 1, "b": 0.7, "c": -1.7}
+    assert model_loss(replace_loss_head(Difference()), WHOLE, losses=weights).keys() == {*weights}
+
+
+def test_several_losses_by_name_are_each_divided_by_their_own_tokens():
+    """Equal to the weighted sum of the token means of all rows, in the whole batch."""
+    model = replace_loss_head(TwoLosses())
+    acc = LossAccumulator(model, losses=LOSSES)
+    counts = {
+        name: [fusedce.count_valid(b["labels"], offset=n) for b in SINGLE]
+        for n, name in enumerate(LOSSES, 1)
+    }
+    with acc.window(**counts):
+        for batch in SINGLE:
+            acc.backward(**model_loss(model, batch, losses=LOSSES))
+    one = TwoLosses()
+    loss = one(**WHOLE).loss
+    loss.backward()
+    metrics = acc.metrics()
+    assert metrics["loss"] == pytest.approx(float(loss), rel=10 * SAME_MODEL)
+    assert metrics["next2/n_tokens"] == sum(map(int, counts["next2"]))
+    for p, exact in zip(model.parameters(), one.parameters(), strict=True):
+        assert distance(p.grad, exact.grad) <= 10 * SAME_MODEL
+    assert head_report(model).logits_made == 0
+
+
+class OnlyTheLoss(TwoLosses):
+    def forward(self, **batch):
+        return {"loss": super().forward(**batch).loss}
+
+
+def of_a_sharded_model(rank):
+    model = replace_loss_head(OnlyTheLoss())
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    acc = LossAccumulator(model, losses=LOSSES)
+    mine = SINGLE[rank::2]
+    main, ahead = ([fusedce.count_valid(b["labels"], offset=n) for b in mine] for n in (1, 2))
+    with acc.window(main=main, next2=ahead):
+        for batch in mine:
+            acc.backward(**model_loss(model, batch, losses=LOSSES))
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_several_losses_of_a_model_that_fsdp_shards_and_that_returns_its_loss_alone():
+    """FSDP2 gathers the weights of the root when a gradient reaches what the model returned."""
+    one = TwoLosses()
+    one(**WHOLE).loss.backward()
+    for grads in ranks.shared({"sharded": of_a_sharded_model})("sharded"):
+        for mine, exact in zip(grads, one.parameters(), strict=True):
+            assert distance(mine, exact.grad) <= 10 * SAME_MODEL
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        (
+            {"main": 1, "next2": 0.5},
+            "would be .*, but it is .*: it has other weights",
+        ),
+        ({"main": 1}, "2 fused losses were seen, and losses= names 1"),
+        ({"main": 1, "next2": 0.3, "next3": 1}, "2 fused losses were seen, and losses= names 3"),
+    ],
+)
+def test_losses_that_are_not_the_models_are_refused(losses, words):
+    with pytest.raises(ValueError, match=words):
+        model_loss(replace_loss_head(TwoLosses()), WHOLE, losses=losses)

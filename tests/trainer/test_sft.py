@@ -9,8 +9,9 @@ import torch.nn.functional as F
 import transformers
 import trl
 from support.bounds import SAME_MODEL
-from support.tiny_trainer import V, mixtral, word_tokenizer
+from support.tiny_trainer import V, logs_of, mixtral, word_tokenizer
 from support.tiny_trainer import llama as without_padding
+from support.unfused import unfused
 from support.versions import trl_1_16
 
 from fusedce import FusedTrainerMixin, head_report, replace_loss_head
@@ -98,9 +99,38 @@ def test_trl_head_is_said_to_be_replaced(tokenizer, tmp_path, caplog):
     assert any("replaces the fused head of TRL" in r.getMessage() for r in caplog.records)
 
 
-def test_other_loss_types_are_refused(tokenizer, tmp_path):
-    with pytest.raises(ValueError, match=r"(loss_type='dft'|compute_loss_func) asks for another"):
-        sft(tokenizer, tmp_path, llama(), loss_type="dft")
+@pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated")
+@pytest.mark.parametrize("kwargs", [{"loss_type": "dft"}, {"label_smoothing_factor": 0.2}])
+def test_dynamic_fine_tuning_and_label_smoothing_are_trls(tokenizer, tmp_path, kwargs):
+    """In one micro-batch and in two: losses, gradients, statistics and evaluation are TRL's."""
+    trl_1_16()
+
+    def logs(mixin, steps):
+        model = llama()
+        with torch.no_grad():
+            model.lm_head.weight.mul_(20)
+        trainer, _ = sft(
+            tokenizer, tmp_path, model, mixin=mixin, size=8 // steps, steps=steps, **kwargs
+        )
+        trainer.evaluate(trainer.train_dataset)
+        return logs_of(trainer), head_report(trainer.accelerator.unwrap_model(trainer.model))
+
+    for steps in (1, 2):
+        stock, _ = logs(False, steps)
+        ours, report = logs(True, steps)
+        assert len(ours) == len(stock) == 4
+        for mine, theirs in zip(ours, stock, strict=True):
+            mine.pop("train_loss", None), theirs.pop("train_loss", None)
+            assert mine == pytest.approx(theirs, rel=1e3 * SAME_MODEL)
+        assert report.logits_made == 0
+    plain, _ = sft(tokenizer, tmp_path, llama())
+    assert abs(plain.state.log_history[0]["loss"] - stock[0]["loss"]) > 0.01
+
+
+def test_dynamic_fine_tuning_of_a_loss_that_is_not_fused_is_refused(tokenizer, tmp_path):
+    """It would be trained without the factor of each token."""
+    with pytest.raises(ValueError, match="loss_type='dft' needs a fused loss, but fusedce counts"):
+        sft(tokenizer, tmp_path, unfused(llama()), loss_type="dft")
 
 
 def test_stock_sft_trainer_ignores_a_replaced_head(tokenizer, tmp_path, no_logits):

@@ -4,74 +4,23 @@ import logging
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support import ranks
 from support.bounds import SAME_MODEL
 from support.engines import accelerator
 from support.tiny_trainer import (
     Dataset,
     FusedTrainer,
-    V,
     arguments,
     llama,
-    sharpened,
     train,
     true_mean,
 )
-from torch import nn
-from transformers import (
-    BertConfig,
-    BertForTokenClassification,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    Trainer,
-)
-from transformers.modeling_outputs import CausalLMOutput
+from support.unfused import Documents, Means, TwoLosses, classifier, dora, tagger
+from transformers import Trainer
 
 from fusedce import head_report
 
 DATA = Dataset(8)
-
-
-def dora():
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        r=4, use_dora=True, target_modules=["lm_head", "q_proj"], init_lora_weights=False
-    )
-    torch.manual_seed(0)
-    return peft.get_peft_model(sharpened(), config)
-
-
-class Means(nn.Module):
-    """A model with losses of its own from a body and heads, none of them F.cross_entropy."""
-
-    def __init__(self, reduction="mean", shift=1, terms=1):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.lm_head = nn.Embedding(V, 16), nn.Linear(16, V)
-        self.lm_head.weight.data.mul_(20)
-        self.reduction, self.shift, self.terms = reduction, shift, terms
-
-    def forward(self, input_ids, labels=None):
-        logits = self.lm_head(self.body(input_ids))
-        loss = 0
-        for ahead in range(self.shift, self.shift + self.terms):
-            logprobs = logits[:, : logits.shape[1] - ahead].log_softmax(-1)
-            loss = loss + F.nll_loss(
-                logprobs.flatten(0, 1), labels[:, ahead:].flatten(), reduction=self.reduction
-            )
-        return CausalLMOutput(loss=loss, logits=logits)
-
-
-class TwoLosses(Means):
-    """Two fused losses: of the next token, and of the one after it."""
-
-    def forward(self, input_ids, labels=None):
-        logits = self.lm_head(self.body(input_ids))
-        losses = [
-            F.cross_entropy(logits[:, :-n].flatten(0, 1), labels[:, n:].flatten()) for n in (1, 2)
-        ]
-        return CausalLMOutput(loss=losses[0] + 0.3 * losses[1], logits=logits)
 
 
 def one_and_many(make, tmp_path, caplog, data=DATA, **kwargs):
@@ -79,7 +28,7 @@ def one_and_many(make, tmp_path, caplog, data=DATA, **kwargs):
     outcomes = []
     for size, steps in ((8, 1), (1, 8)):
         caplog.clear()
-        with caplog.at_level(logging.WARNING, logger="fusedce.trainer"):
+        with caplog.at_level(logging.WARNING, logger="fusedce.head.model_loss"):
             trainer, losses, seen, _ = train(
                 FusedTrainer, make(), arguments(tmp_path, size, steps), train_dataset=data,
                 eval_dataset=data, **kwargs,
@@ -133,42 +82,6 @@ def test_terms_of_other_counts_that_are_not_seen_are_called_approximate(tmp_path
     assert "their weights are approximate" in warning
 
 
-class Documents(torch.utils.data.Dataset):
-    """One class for each row, or one for each of its tokens."""
-
-    def __init__(self, tokens):
-        self.rows = [
-            {
-                "input_ids": row["input_ids"],
-                "labels": row["labels"].clamp(max=2) if tokens else torch.tensor(i % 3),
-            }
-            for i, row in enumerate(Dataset(10).rows)
-        ]
-
-    __len__, __getitem__ = Dataset.__len__, Dataset.__getitem__
-
-
-def classifier():
-    torch.manual_seed(0)
-    return LlamaForSequenceClassification(
-        LlamaConfig(
-            vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-            num_attention_heads=2, num_labels=3, pad_token_id=0,
-        )
-    )  # fmt: skip
-
-
-def tagger():
-    torch.manual_seed(0)
-    return BertForTokenClassification(
-        BertConfig(
-            vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-            num_attention_heads=2, num_labels=3, hidden_dropout_prob=0,
-            attention_probs_dropout_prob=0,
-        )
-    )  # fmt: skip
-
-
 def test_classification_of_sequences_is_the_stock_trainers(tmp_path, caplog):
     """Each row is one label; what cannot be replaced is no reason to refuse.
 
@@ -181,6 +94,7 @@ def test_classification_of_sequences_is_the_stock_trainers(tmp_path, caplog):
     assert many[0] == pytest.approx(stock, rel=10 * SAME_MODEL)
     assert many[1] == pytest.approx(seen.norms, rel=100 * SAME_MODEL)
     assert "no output embeddings" in warning
+    assert "no output embeddings" in str(head_report(many[2].model))
     assert "pass head=" not in warning
 
 
@@ -223,6 +137,17 @@ def test_two_ranks_train_as_one(tmp_path):
 
 
 def test_a_fused_loss_is_not_counted_by_labels(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, logger="fusedce.trainer"):
+    with caplog.at_level(logging.WARNING, logger="fusedce.head.model_loss"):
         train(FusedTrainer, llama(), arguments(tmp_path))
     assert "counts the tokens" not in caplog.text
+
+
+def test_a_head_that_a_later_run_cannot_fuse_is_counted(tmp_path, caplog):
+    """A second run of one trainer finds out again what its model's loss is."""
+    trainer, *_ = train(FusedTrainer, llama(), arguments(tmp_path))
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, use_dora=True, target_modules=["lm_head"])
+    peft.inject_adapter_in_model(config, trainer.model)
+    with caplog.at_level(logging.WARNING, logger="fusedce.head.model_loss"):
+        trainer.train()
+    assert "counts the tokens" in caplog.text
