@@ -3,30 +3,35 @@
     python bench/stacks.py                   # bench/results/stacks.json, and the table of the docs
 
 One optimizer step of a small random model of each class, by each stack, over the same 8 sequences
-of English text with 3 to 60 tokens that count, as one micro-batch and as 4. The truth is the mean
-over all tokens of the step, in one batch. "gradient" is the factor by which a gradient is too large
-(its projection on the right one), "direction" how far it points elsewhere (the sine of the angle):
-1 and 0 are right. A router's loss, a mean over micro-batches by nature, is switched off.
+of English text with 3 to 60 tokens that count, as one micro-batch and as 4; some stacks also on two
+ranks over gloo. The truth is the mean over all tokens of the step, in one batch. "gradient" is the
+factor by which a gradient is too large (its projection on the right one), "direction" how far it
+points elsewhere (the sine of the angle): 1 and 0 are right. A router's loss, a mean over
+micro-batches by nature, is switched off.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import math
 import pydoc_data.topics
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import transformers
 from lib import pictures
 from lib.results import FOLDER, ROOT, versions, write
 from lib.tables import markdown, put
 from torch import Tensor
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import fusedce
 
@@ -103,19 +108,29 @@ def stacked(rows: list[Batch]) -> Batch:
 # ---- stacks: each makes one step and returns the logged loss; the gradient is in `.grad` ------
 
 
-def _trainer(kind: type, model: Any, rows: list[Batch], steps: int, **more: Any) -> float:
+def _trainer(
+    kind: type, model: Any, rows: list[Batch], steps: int,
+    arguments: Callable[..., Any] = transformers.TrainingArguments, **options: Any,
+) -> float:  # fmt: skip
+    import datasets
+
     class KeepsGradients(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             grads.extend(None if p.grad is None else p.grad.clone() for p in model.parameters())
 
     grads: list[Tensor | None] = []
     with tempfile.TemporaryDirectory() as folder:
-        args = transformers.TrainingArguments(
-            folder, per_device_train_batch_size=len(rows) // steps, max_steps=1, learning_rate=0.0,
-            gradient_accumulation_steps=steps, logging_steps=1, report_to=[], max_grad_norm=0.0,
-            save_strategy="no", use_cpu=True, disable_tqdm=True, remove_unused_columns=False,
+        args = arguments(
+            folder, per_device_train_batch_size=len(rows) // steps // _ranks(), max_steps=1,
+            gradient_accumulation_steps=steps, learning_rate=0.0, logging_steps=1, report_to=[],
+            max_grad_norm=0.0, save_strategy="no", use_cpu=True, disable_tqdm=True,
+            remove_unused_columns=False,
         )  # fmt: skip
-        trainer = kind(model, args, train_dataset=rows, callbacks=[KeepsGradients()], **more)
+        trainer = kind(
+            model, args, train_dataset=datasets.Dataset.from_list(rows).with_format("torch"),
+            data_collator=transformers.default_data_collator, callbacks=[KeepsGradients()],
+            **options,
+        )  # fmt: skip
         trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
         trainer.train()
     for p, grad in zip(model.parameters(), grads, strict=True):
@@ -127,6 +142,26 @@ def by_trainer(model: Any, rows: list[Batch], steps: int) -> float:
     return _trainer(transformers.Trainer, model, rows, steps)
 
 
+def by_sft(model: Any, rows: list[Batch], steps: int) -> float:
+    import tokenizers
+    import trl
+
+    arguments = functools.partial(
+        trl.SFTConfig, dataset_kwargs={"skip_prepare_dataset": True},
+        gradient_checkpointing=False, bf16=False,
+    )  # fmt: skip
+    unused = transformers.PreTrainedTokenizerFast(  # the rows are tokens already
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()),
+        pad_token="<pad>", eos_token="<eos>",
+    )  # fmt: skip
+    return _trainer(trl.SFTTrainer, model, rows, steps, arguments, processing_class=unused)
+
+
+def by_seq2seq(model: Any, rows: list[Batch], steps: int) -> float:
+    arguments = transformers.Seq2SeqTrainingArguments
+    return _trainer(transformers.Seq2SeqTrainer, model, rows, steps, arguments)
+
+
 def by_mixin(model: Any, rows: list[Batch], steps: int) -> float:
     class Trainer(fusedce.FusedTrainerMixin, transformers.Trainer):
         pass
@@ -134,19 +169,28 @@ def by_mixin(model: Any, rows: list[Batch], steps: int) -> float:
     return _trainer(Trainer, model, rows, steps)
 
 
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def _micro_batches(rows: list[Batch], steps: int) -> list[Batch]:
-    size = len(rows) // steps
-    return [stacked(rows[i : i + size]) for i in range(0, len(rows), size)]
+    """Those of this rank: of each it has as many rows as every other."""
+    size, ranks = len(rows) // steps, _ranks()
+    rank = dist.get_rank() if ranks > 1 else 0
+    return [stacked(rows[i + rank : i + size : ranks]) for i in range(0, len(rows), size)]
 
 
 def by_plain_loop(model: Any, rows: list[Batch], steps: int) -> float:
-    """Average the means of the micro-batches, as nanoGPT and most tutorials do."""
-    logged = 0.0
+    """Average the means of the micro-batches, as nanoGPT and most tutorials do; DDP on ranks."""
+    ranks, logged = _ranks(), torch.zeros(())
+    wrapped = torch.nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     for batch in _micro_batches(rows, steps):
-        loss = model(**batch).loss / steps
+        loss = wrapped(**batch).loss / steps
         loss.backward()
-        logged += loss.item()
-    return logged
+        logged += loss.detach() / ranks
+    if ranks > 1:
+        dist.all_reduce(logged)
+    return logged.item()
 
 
 def by_accelerate(model: Any, rows: list[Batch], steps: int) -> float:
@@ -163,11 +207,23 @@ def by_accelerate(model: Any, rows: list[Batch], steps: int) -> float:
     return logged
 
 
-STACKS: dict[str, Callable[[Any, list[Batch], int], float]] = {
-    "Trainer": by_trainer,
-    "accelerate's example": by_accelerate,
-    "plain loop": by_plain_loop,
-    "Trainer with FusedTrainerMixin": by_mixin,
+class Stack(NamedTuple):
+    step: Callable[[Any, list[Batch], int], float]
+    models: tuple[str, ...] = tuple(MODELS)
+    ranks: int = 1
+
+
+DECODERS = ("Llama", "Gemma 2", "Mixtral", "GPT-2")
+STACKS = {
+    "Trainer": Stack(by_trainer),
+    "Trainer, 2 ranks": Stack(by_trainer, ranks=2),
+    "SFTTrainer": Stack(by_sft, DECODERS),
+    "Seq2SeqTrainer": Stack(by_seq2seq, ("T5",)),
+    "accelerate's example": Stack(by_accelerate),
+    "plain loop": Stack(by_plain_loop),
+    "DDP loop, 2 ranks": Stack(by_plain_loop, ranks=2),
+    "FusedTrainerMixin": Stack(by_mixin),
+    "FusedTrainerMixin, 2 ranks": Stack(by_mixin, ranks=2),
 }
 
 
@@ -210,7 +266,7 @@ def measure(name: str, stack: str, steps: int) -> dict[str, Any]:
     reference, tried, rows = model(), model(), sequences()
     loss = truth(reference, rows)
     exact = gradient(reference)
-    logged = STACKS[stack](tried, rows, steps)
+    logged = STACKS[stack].step(tried, rows, steps)
     found = gradient(tried)
     cosine = float(found @ exact / (found.norm() * exact.norm()))
     return {
@@ -220,20 +276,45 @@ def measure(name: str, stack: str, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def measure_all(stack: str) -> list[dict[str, Any]]:
+    """Rows of every model and number of micro-batches; those of several ranks under torchrun."""
+    ranks = STACKS[stack].ranks
+    if ranks == 1:
+        return _measure_all(stack)
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=ranks, max_restarts=0, run_id="stacks",
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+    )  # fmt: skip
+    return elastic_launch(config, _on_a_rank)(stack)[0]
+
+
+def _on_a_rank(stack: str) -> list[dict[str, Any]]:
+    dist.init_process_group("gloo")
+    rows = _measure_all(stack)
+    dist.destroy_process_group()
+    return rows
+
+
+def _measure_all(stack: str) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    return [measure(model, stack, n) for model in STACKS[stack].models for n in (1, 4)]
+
+
 def table(rows: list[dict[str, Any]]) -> str:
-    cells = [
-        {
-            "stack": row["stack"],
-            "model": row["model"],
-            "logged, nats": f"{row['logged']:.3f}",
-            "token mean": f"{row['token mean']:.3f}",
-            "gradient's size": f"{row['gradient']:.3f}",
-            "direction off by": f"{row['direction']:.3f}",
-        }
-        for row in rows
-        if row["micro-batches"] > 1
-    ]
-    return markdown(cells, once=("stack",))
+    """A stack a row, a model a column: the gradient's size and direction, and the logged loss."""
+    found = {(row["stack"], row["model"]): row for row in rows if row["micro-batches"] > 1}
+    columns = {
+        "gradient": lambda row: f"{row['gradient']:.3f}, {row['direction']:.2f}",
+        "logged loss": lambda row: f"{row['loss']:.3f}",
+    }
+    return "\n\n".join(
+        markdown([
+            {name: stack}
+            | {m: text(found[stack, m]) if (stack, m) in found else "" for m in MODELS}
+            for stack in STACKS
+        ])
+        for name, text in columns.items()
+    )  # fmt: skip
 
 
 def main() -> int:
@@ -241,20 +322,18 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=FOLDER / "stacks.json")
     parser.add_argument("--page", type=Path, help="page whose table to rewrite")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     rows = []
     for stack in STACKS:
-        for name in MODELS:
-            for steps in (1, 4):
-                rows.append(measure(name, stack, steps))
-                print(rows[-1], flush=True)
-    packages = versions() | {"accelerate": __import__("accelerate").__version__}
+        rows += measure_all(stack)
+        print(stack, flush=True)
+    packages = versions() | {name: version(name) for name in ("accelerate", "trl")}
     data = {"versions": packages, "date": datetime.date.today().isoformat(), "rows": rows}
     write(args.out, data)
     pictures.stacks(rows, ROOT / "docs" / "stacks.png")
     print(table(rows))
     if args.page:
-        known = ", ".join(f"{k} {packages[k]}" for k in ("torch", "transformers", "accelerate"))
+        named = ("torch", "transformers", "accelerate", "trl")
+        known = ", ".join(f"{name} {packages[name]}" for name in named)
         put(args.page, "stacks", f"{table(rows)}\n\n{known}; {data['date']}")
     return 0
 

@@ -35,7 +35,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """Render what docstrings take from Sphinx: roles, and the double colon before a block."""
     html = re.sub(r"::(?=\s*</p>)", ":", html)
-    html = re.sub(r":(?:func|class|mod|meth|data|attr):<code>~?", "<code>", html)
+    # A section that begins with a role has lost the role's first colon.
+    html = re.sub(r"(?::|(?<=<p>))(?:func|class|mod|meth|data|attr):<code>~?", "<code>", html)
     return re.sub(r":(?:func|class|mod|meth|data|attr):(?=<)", "", html)
 
 

@@ -188,23 +188,26 @@ def memory(data: dict[str, Any], measured: Sequence[Row], path: Path) -> Path:
 
 
 def stacks(rows: Sequence[Row], path: Path) -> Path:
-    """How far the gradient of a step is from the right one, by model and training stack."""
+    """How far the gradient of a step is from the right one: a cell for each stack and model."""
     rows = [row for row in rows if row["micro-batches"] > 1]
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure = styled(6.8, 3.8)
+    names = list(dict.fromkeys(row["stack"] for row in rows))
+    figure = styled(6.8, 0.36 * len(names) + 0.9)
     axes = figure.subplots()
-    styles = ((NAIVE, "o"), ("#e69f00", "s"), (INK, "x"), (OURS, "D"))
-    names = dict.fromkeys(row["stack"] for row in rows)
-    for name, (colour, marker) in zip(names, styles, strict=True):
-        of = [row for row in rows if row["stack"] == name]
-        errors = [max(gradient_error(row["gradient"], row["direction"]), GAP_FLOOR) for row in of]
-        at = [models.index(row["model"]) for row in of]
-        axes.semilogx(errors, at, marker, color=colour, markersize=7, label=name)
-    axes.set_yticks(range(len(models)), models)
-    axes.invert_yaxis()
-    axes.set_xlabel("distance from the right gradient, over its size (log)")
-    figure.legend(ncols=2, loc="outside upper center")
-    return save(figure, path)
+    errors = [[math.nan] * len(models) for _ in names]
+    for row in rows:
+        i, j = names.index(row["stack"]), models.index(row["model"])
+        errors[i][j] = error = gradient_error(row["gradient"], row["direction"])
+        text = "right" if error < 1e-4 else f"{error:.2f}"
+        axes.text(j, i, text, ha="center", va="center", color="white" if error > 0.5 else INK)
+    axes.imshow(errors, cmap="Oranges", vmin=0, vmax=1, aspect="auto")
+    axes.set_xticks(range(len(models)), models)
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
+    axes.spines[:].set_visible(False)
+    axes.grid(visible=False)
+    caption = "Distance of the gradient from the right one, over its size; 4 micro-batches a step."
+    return save(titled(figure, "", caption), path)
 
 
 def gradient_error(projection: float, sine: float) -> float:

@@ -90,14 +90,16 @@ def test_figures_of_the_readme():
     ):
         assert sentence in readme
     size = {
-        row["model"]: row["gradient"]
+        (row["stack"], row["model"]): row["gradient"]
         for row in json.loads((RESULTS / "stacks.json").read_text())["rows"]
-        if row["stack"] == "Trainer" and row["micro-batches"] == 4
+        if row["micro-batches"] == 4
     }
-    assert "four times too large for T5 and BERT, and 4% too small for GPT-2" in readme
-    assert round(size["T5"]) == round(size["BERT"]) == 4
-    assert round(100 * (1 - size["GPT-2"])) == 4
-    assert size["Llama"] == pytest.approx(1)
+    sentence = "four times too large for T5 and BERT, eight times on two ranks, and 4% too small"
+    assert sentence in readme
+    for stack, times in (("Trainer", 4), ("Trainer, 2 ranks", 8)):
+        assert [round(size[stack, name]) for name in ("T5", "BERT")] == [times, times]
+        assert round(100 * (1 - size[stack, "GPT-2"])) == 4
+        assert size[stack, "Llama"] == pytest.approx(1)
 
 
 def test_figures_of_the_pages():
