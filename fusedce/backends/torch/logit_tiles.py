@@ -95,13 +95,6 @@ class Logits:
         w = self.rows(begin, end, self.products.logits)
         return self.head.finished(self._product(w, h, out), slice(begin, end))
 
-    def tile_by_rows(self, h: Tensor, begin: int, end: int) -> Tensor:
-        """``(C, v)``: :meth:`tile` with a token's logits in a row."""
-        z = h.new_empty(len(h), end - begin, dtype=self.products.acc)
-        self.products(h, self.rows(begin, end, self.products.logits).t(), z)
-        self.head.finished(z.t(), slice(begin, end))
-        return z
-
     def copy(self, z: Tensor, rows: Rows) -> Tensor:
         """A copy of the columns ``rows`` of logits ``z (v, N)``, until the next tile."""
         found = z[:, rows]
@@ -308,9 +301,9 @@ _GROUP = 64  # classes whose maximum is found first: on a CPU `amax` is five tim
 def largest(z: Tensor) -> tuple[Tensor, Tensor]:
     """``(C,)`` each: the largest of every column of ``z (v, C)``, and its row."""
     whole = len(z) // _GROUP * _GROUP
-    if z.device.type != "cpu" or whole < 8 * _GROUP or not z.is_contiguous():
+    if z.device.type != "cpu" or whole < 8 * _GROUP:
         return z.max(0)
-    top, group = z[:whole].view(-1, _GROUP, z.shape[1]).amax(1).max(0)
+    top, group = z[:whole].unflatten(0, (-1, _GROUP)).amax(1).max(0)
     first = group * _GROUP
     rows = first + torch.arange(_GROUP, device=z.device)[:, None]
     best = first + z.gather(0, rows).argmax(0)
