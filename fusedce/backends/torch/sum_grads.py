@@ -13,7 +13,9 @@ rows of the head are at hand, and d_weight is one product for all tiles.
 The label's own entry leaves the tile (``e = 0``), and the sums with it. With ``L`` the log-sum-exp
 of the *other* logits, the loss is ``log(1 + exp(L - z_label))`` and the label's gradient, added as
 a rank-one term, ``p - 1 = expm1(-loss)``: nothing cancels at p -> 1, where ``1 + (1 - p)`` in
-float32 would have rounded most of the loss away.
+float32 would have rounded most of the loss away. A single tile has the same from its sum ``S`` of
+the others' exponentials: with ``d = z_label - k <= 0`` and ``T = S + exp(d)``, the loss is
+``log1p(T - 1) - d`` and ``p - 1 = -S / T``, all in float32.
 """
 
 from __future__ import annotations
@@ -223,9 +225,12 @@ class _Found(NamedTuple):
     k: Tensor  # (C,) the exponentials are exp(z - k)
     argmax: Tensor | None  # (C,) int64
     zmean: Tensor | None  # (C,) float64: sum_v c_v z_v / V
+    of_tiles: Tensor | None = None  # (C,) float64: the log-sum-exp, of several tiles
 
     def lse(self) -> Tensor:
         """``(C,)`` float64: the log-sum-exp of all logits."""
+        if self.of_tiles is not None:  # (a label far above k has a share of 0)
+            return self.of_tiles
         return self.k - self.share.double().log()
 
 
@@ -268,7 +273,7 @@ def _walk(
             w = logits.rows(begin, begin + len(z), z.dtype)
             logits.products(z.t(), w, dh, add=begin > 0)
 
-    likeliest = None
+    likeliest = of_tiles = None
     if step >= V:
         z, slope = tile(0, V)
         # A single tile's own maxima are the reference, the label among them: where it leaves the
@@ -301,11 +306,12 @@ def _walk(
         nll, z_label = stats.losses(), stats.z_label
         share = less_one = nll  # (without a meaning)
         if train:
-            share, less_one = (k - stats.lse()).exp_(), (-nll).expm1_()
+            of_tiles = stats.lse()
+            share, less_one = (k - of_tiles).exp_(), (-nll).expm1_()
         likeliest = stats.likeliest()[0] if argmax else None
     of_zmean = None if zsum is None else zsum / V
     made = z if exps is None else exps
-    return _Found(nll, share, less_one, z_label, made, k, likeliest, of_zmean)
+    return _Found(nll, share, less_one, z_label, made, k, likeliest, of_zmean, of_tiles)
 
 
 def _add_labels(
