@@ -3,6 +3,7 @@
     python bench/loss.py                               # all: bench/results/loss-cpu.json
     python bench/loss.py --suite time forward --shape 1024,576,49152 --dtype bfloat16
     python bench/loss.py --suite time forward --resume --seconds 420
+    python bench/loss.py --suite eager --rounds 7      # over eager: bench/results/eager-cpu.json
     python bench/report.py bench/results/loss-cpu.json # tables and plots from the JSON
     ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 MKL_ENABLE_INSTRUCTIONS=AVX512_E2 \
         python bench/loss.py --suite time forward      # as a CPU without AMX: loss-cpu-avx512-bf16
@@ -37,8 +38,13 @@ EMULATORS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIO
 _WITH_MEMORY = ("memory", "budget")
 
 
-def results_file() -> Path:
-    """Where results go: the name says which CPU was emulated, if one was."""
+def results_file(suites: list[str]) -> Path:
+    """Where results go: the name says which CPU was emulated, if one was.
+
+    The table over eager has a file of its own: it may come from another machine.
+    """
+    if suites == ["eager"]:
+        return FOLDER / "eager-cpu.json"
     limits = " ".join(os.environ.get(name, "").upper() for name in EMULATORS)
     of = "-avx2" if "AVX2" in limits else "-avx512-bf16" if "BF16" in limits else ""
     return FOLDER / f"loss-cpu{of}.json"
@@ -111,7 +117,7 @@ def main() -> int:
     begin = time.monotonic()
     torch.set_num_threads(args.threads)
     limits = " ".join(f"{name}={os.environ[name]}" for name in EMULATORS if name in os.environ)
-    results = Results(args.out or results_file(), "cpu", limits=limits)
+    results = Results(args.out or results_file(args.suite), "cpu", limits=limits)
     print(device_name("cpu"), flush=True)
     left = 0
     with Engine("cpu", rounds=args.rounds, calls=args.calls, timeout=args.timeout) as engine:

@@ -71,6 +71,40 @@ def beside(rows: list[Row]) -> str:
     return markdown(cells, once=("N, H, V", "dtype"))
 
 
+def over_eager(rows: list[Row]) -> str:
+    """Suite "eager": the least time of each function and option over that of its eager code.
+
+    What takes longer than eager is bold.
+    """
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    of_problem = {(problem(r), r["name"]): r for r in rows if r["suite"] == "eager"}
+    for (key, name), row in of_problem.items():
+        eager = of_problem.get((key, name.replace("ours: ", "eager: ", 1)), {})
+        if name.startswith("ours: ") and row.get("rounds") and eager.get("rounds"):
+            ratio = f"{min(row['rounds']) / min(eager['rounds']):.2f}"
+            line = cells.setdefault(
+                ("{N}, {H}, {V}".format(**row), name.removeprefix("ours: ")), {}
+            )
+            line[_column(row)] = f"**{ratio}**" if float(ratio) > 1 else ratio
+    columns = list(dict.fromkeys(c for line in cells.values() for c in line))
+    table = [
+        {"N, H, V": sizes, "": name, **{c: line.get(c, "") for c in columns}}
+        for (sizes, name), line in cells.items()
+    ]
+    return markdown(table, once=("N, H, V",))
+
+
+def _column(row: Row) -> str:
+    dtype = {"float32": "fp32", "bfloat16": "bf16"}[row["dtype"]]
+    mode = {"train": "training", "forward": "evaluation"}[row["mode"]]
+    return f"{dtype} {mode}" + (f", {row['ignored']:.0%} ignored" if row["ignored"] else "")
+
+
+def without_twins(rows: list[Row]) -> list[Row]:
+    """Rows but "eager, plain" in float32, where it is the same computation as "eager"."""
+    return [r for r in rows if (r["name"], r["dtype"]) != ("eager, plain", "float32")]
+
+
 def _largest(row: Row) -> str:
     return f"{max(row['errors'].values()):.0e}" if row.get("errors") else ""
 
@@ -109,8 +143,8 @@ def main() -> int:
     args = parser.parse_args()
     for file in args.json:
         data = json.loads(file.read_text())
-        tag = file.stem.removeprefix("loss-")
-        rows: list[Row] = data["rows"]
+        tag = file.stem.removeprefix("loss-").removeprefix("eager-")
+        rows: list[Row] = without_twins(data["rows"])
         where = caption(data)
         tables = {s: table(s, rows) for s in dict.fromkeys(r["suite"] for r in rows)}
         if args.readme:
@@ -135,7 +169,8 @@ def write_tables(page: Path, tag: str, rows: list[Row], where: str) -> None:
     for suite in dict.fromkeys(r["suite"] for r in rows):
         if marked(page, f"{suite} {tag}"):
             without = ("range", "wall ms", "TFLOP/s", "flops")
-            body = beside(rows) if suite == "time" else table(suite, rows, without)
+            own = {"time": beside, "eager": over_eager}.get(suite)
+            body = own(rows) if own else table(suite, rows, without)
             put(page, f"{suite} {tag}", f"{body}\n\n{where}")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ SUITES = {
     "budget": "time and memory under a memory budget",
     "options": "each option, and log-probabilities",
     "divergences": "divergences from a teacher, and class probabilities",
+    "eager": "every function and option, each beside eager code of its own",
 }
 CHUNKS = 8
 BLOCK = 256  # tokens whose float64 logits the truth holds at a time
@@ -170,7 +173,12 @@ def make_call(name: str, spec: Sequence[Any]) -> Callable[[], object]:
     """A call that does the whole job once and drops the gradients; warmed up on a few rows."""
     of = Spec(*spec)
     _forget(name)
+    if name in _OF_PAIRS:  # so many that they share their inputs
+        return bench.make_call(name, *_shared_inputs(of), of.mode, _OF_PAIRS[name])
     return bench.make_call(name, *make_inputs(of), of.mode, LOSSES.get(name), **_options(of))
+
+
+_shared_inputs = functools.lru_cache(1)(make_inputs)
 
 
 def _forget(name: str) -> None:
@@ -183,6 +191,138 @@ def _options(spec: Spec) -> dict[str, Any]:
     return {"memory_budget": spec.budget * MiB} if spec.budget else {}
 
 
+# ---- every function and option beside eager code that computes the same ---------------------
+
+Pair = tuple[Callable[..., object], Callable[..., object]]
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(hidden, weight).float()
+
+
+def _log_p(hidden: Tensor, weight: Tensor) -> Tensor:
+    return _logits(hidden, weight).log_softmax(-1)
+
+
+def _valid_mean(losses: Tensor, labels: Tensor) -> Tensor:
+    return losses.masked_fill(labels == -100, 0).sum() / (labels != -100).sum()
+
+
+def _eager_z_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    z = _logits(hidden, weight)
+    return F.cross_entropy(z, labels) + _valid_mean(1e-4 * z.logsumexp(-1).square(), labels)
+
+
+def _eager_token_weight(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    losses = F.cross_entropy(_logits(hidden, weight), labels, reduction="none")
+    return (losses * _numbers(len(hidden), hidden.device)).sum()
+
+
+def _of_labels(log_p: Tensor, labels: Tensor) -> Tensor:
+    found = log_p.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    return found.masked_fill(labels == -100, 0)
+
+
+def _eager_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    log_p = _log_p(hidden, weight)
+    found = _of_labels(log_p, labels) - 0.01 * (log_p.exp() * log_p).sum(-1)
+    return found.masked_fill(labels == -100, 0).mean()
+
+
+def _eager_divergence(kind: str) -> Callable[..., Tensor]:
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        log_q = _log_p(hidden, weight)
+        with torch.no_grad():
+            log_p = _log_p(_teacher(weight, len(hidden))[0], weight)
+        if kind == "forward":
+            parts = F.kl_div(log_q, log_p, log_target=True, reduction="none")
+        elif kind == "reverse":
+            parts = F.kl_div(log_p, log_q, log_target=True, reduction="none")
+        else:
+            log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+            parts = F.kl_div(log_m, log_p, log_target=True, reduction="none")
+            parts = (parts + F.kl_div(log_m, log_q, log_target=True, reduction="none")) / 2
+        return _valid_mean(parts.sum(-1), labels)
+
+    return loss
+
+
+PAIRS: dict[str, Pair] = {
+    "fused_ce": (
+        lambda h, w, y: fusedce.fused_ce(h, w, y).mean(),
+        lambda h, w, y: F.cross_entropy(_logits(h, w), y),
+    ),
+    "bias": (
+        OPTIONS["bias"],
+        lambda h, w, y: F.cross_entropy(
+            F.linear(h, w, _numbers(len(w), w.device).to(w.dtype)).float(), y
+        ),
+    ),
+    "logit_scale": (
+        OPTIONS["logit_scale"],
+        lambda h, w, y: F.cross_entropy(_logits(h, w) * 0.5, y),
+    ),
+    "softcap": (
+        OPTIONS["softcap"],
+        lambda h, w, y: F.cross_entropy(30 * torch.tanh(_logits(h, w) / 30), y),
+    ),
+    "label_smoothing": (
+        OPTIONS["label_smoothing"],
+        lambda h, w, y: F.cross_entropy(_logits(h, w), y, label_smoothing=0.1),
+    ),
+    "label_smoothing + softcap": (
+        OPTIONS["label_smoothing + softcap"],
+        lambda h, w, y: F.cross_entropy(
+            30 * torch.tanh(_logits(h, w) / 30), y, label_smoothing=0.1
+        ),
+    ),
+    "z_loss": (OPTIONS["z_loss"], _eager_z_loss),
+    "token_weight": (
+        lambda h, w, y: fusedce.fused_ce(h, w, y, token_weight=_numbers(len(h), h.device)).loss_sum,
+        _eager_token_weight,
+    ),
+    "class_weight": (
+        OPTIONS["class_weight"],
+        lambda h, w, y: F.cross_entropy(_logits(h, w), y, _numbers(len(w), w.device)),
+    ),
+    'reduction="none"': (
+        _by_token,
+        lambda h, w, y: F.cross_entropy(_logits(h, w), y, reduction="none").mean(),
+    ),
+    "fused_logprobs": (
+        lambda h, w, y: fusedce.fused_logprobs(h, w, y).logprob.sum(),
+        lambda h, w, y: _of_labels(_log_p(h, w), y).sum(),
+    ),
+    "fused_logprobs, entropy": (_fused_logprobs, _eager_entropy),
+    "class probabilities": (
+        DIVERGENCES["class probabilities"],
+        lambda h, w, y: F.cross_entropy(_logits(h, w), _teacher(w, len(h))[1]),
+    ),
+    **{
+        f"fused_kl, {kind}": (_divergence(kind), _eager_divergence(kind))
+        for kind in ("forward", "reverse", "jsd")
+    },
+    "fused_topk, 8": (
+        lambda h, w, y: fusedce.fused_topk(h, w, 8).logprob,
+        lambda h, w, y: _log_p(h, w).topk(8).values,
+    ),
+    "fused_argmax": (
+        lambda h, w, y: fusedce.fused_argmax(h, w),
+        lambda h, w, y: F.linear(h, w).argmax(-1),
+    ),
+}
+"""By name, ours and eager's."""
+EVALUATED = ("fused_topk, 8", "fused_argmax")  # of every position, whatever its label
+EAGER = "eager: "
+_OF_PAIRS: dict[str, Callable[..., object]] = {
+    prefix + name: function
+    for name, pair in PAIRS.items()
+    for prefix, function in zip(("ours: ", EAGER), pair, strict=True)
+}
+# (N, H, V): the smallest at which no call may be slower than eager, an odd one, and two models
+PAIR_SHAPES = [(64, 256, 8192), (256, 384, 16003), SHAPES[0], SHAPES[2]]
+
+
 # ---- errors ---------------------------------------------------------------------------------
 
 
@@ -191,7 +331,7 @@ def errors(name: str, spec: Sequence[Any]) -> dict[str, float]:
 
     Empty for the bare products, and for losses that differ from the plain one.
     """
-    if name == FLOOR or name in OPTIONS | DIVERGENCES:
+    if name == FLOOR or name in OPTIONS | DIVERGENCES | _OF_PAIRS:
         return {}
     of = Spec(*spec)
     _forget(name)
@@ -249,7 +389,7 @@ def problems(suite: str, *, dry: bool = False) -> Iterator[tuple[Spec, list[str]
 
     ``dry`` shrinks them, to see the script through soon.
     """
-    everyone = [*ON_CPU, "eager, plain", "eight chunks"]
+    everyone = [*ON_CPU, "eight chunks"]
     everyone.remove("F.linear_cross_entropy")  # whose own chunks take minutes
     dtypes, small = ["float32", "bfloat16"], SHAPES[0]
 
@@ -260,8 +400,9 @@ def problems(suite: str, *, dry: bool = False) -> Iterator[tuple[Spec, list[str]
     if suite in ("time", "memory", "forward"):
         mode = "forward" if suite == "forward" else "train"
         for shape in SHAPES:
-            for dtype in dtypes:
-                yield spec(shape, dtype, mode=mode), everyone
+            for dtype in dtypes:  # (in float32 "eager, plain" is "eager")
+                plain = [] if dtype == "float32" else ["eager, plain"]
+                yield spec(shape, dtype, mode=mode), [*everyone, *plain]
     elif suite == "masked":
         for share in (0.0, 0.25, 0.5, 0.75, 0.9):
             yield spec(small, ignored=share), [*OURS, "eager"]
@@ -275,6 +416,21 @@ def problems(suite: str, *, dry: bool = False) -> Iterator[tuple[Spec, list[str]
         for dtype in dtypes:
             for mode in ("forward", "train") if suite == "options" else ("train",):
                 yield spec(shape, dtype, mode=mode, ignored=0.0), names
+    elif suite == "eager":
+        for shape, dtype in itertools.product(PAIR_SHAPES, dtypes):
+            for mode, ignored in itertools.product(("train", "forward"), (0.0, 0.75)):
+                yield spec(shape, dtype, mode=mode, ignored=ignored), _pair_names(mode, ignored)
+
+
+def _pair_names(mode: str, ignored: float) -> list[str]:
+    """Ours and eager's by turns, of the pairs that such a problem has."""
+    return [
+        prefix + name
+        for name in PAIRS
+        if mode == "forward" or name not in EVALUATED
+        if not ignored or name not in (*EVALUATED, "class probabilities")  # which have no labels
+        for prefix in ("ours: ", EAGER)
+    ]
 
 
 def tiny(spec: Spec) -> Spec:

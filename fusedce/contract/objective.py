@@ -142,6 +142,8 @@ def expected_upstream(problem: Problem, n_valid: Tensor) -> Tensor:
     if problem.expected_upstream is not None:
         return problem.expected_upstream.clone()
     dtype = acc_dtype(problem.hidden.dtype)
+    if n_valid.device.type == "cpu":
+        return torch.full((), 1 / max(int(n_valid), 1), dtype=dtype)
     return n_valid.to(dtype).clamp_(min=1).reciprocal_()
 
 

@@ -37,6 +37,8 @@ class LossSum(NamedTuple):
             TypeError, ValueError: ``denominator`` is not one number of at least 0. A tensor on a
                 device is not read: a negative one counts as 1.
         """
+        if denominator is None and can_be_read(self.n_valid):
+            return self.loss_sum / max(int(self.n_valid), 1)
         own = self.n_valid.clamp(min=1)
         if isinstance(denominator, torch.SymInt):
             device = self.n_valid.device

@@ -28,7 +28,8 @@ from fusedce.contract.results import TopK
 from fusedce.loss.logprobs import fused_logprobs
 from fusedce.loss.sharded_problem import TOPK, agree, no_labels
 
-_WIDER = 4  # times the classes of a tile of the plan
+_GROUP = 32  # classes whose maximum is found first
+_MANY, _WIDER = 512, 4  # tokens of a tile of the plan, from which it has so many times the classes
 
 
 @explains_names
@@ -134,24 +135,22 @@ def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor
     lses = torch.full_like(top[:, :1], -torch.inf, dtype=torch.float64)
     rows = used_tokens(problem, max(V, 1))[0].nonzero()[:, 0]
     call = sizes_of(problem, Outputs(), len(rows))
-    # a tile's rows, the largest of them, and what is compared with them
+    # a tile, the largest of its logits, and what is compared with them
     call = call._replace(V=max(V, 1), copies=call.copies + 3)
     way = plan_tiles(call, memory_budget=problem.memory_budget)
     tokens, step = way.tokens, way.classes
-    if problem.memory_budget is None and tokens >= _WIDER * ROW_MULTIPLE:
-        # As many logits, of fewer tokens: a wide row has no more candidates than a narrow one.
+    if problem.memory_budget is None and tokens >= _MANY:
+        # As many logits, of fewer tokens: a large tile has no more candidates than a small one.
         tokens, step = tokens // _WIDER // ROW_MULTIPLE * ROW_MULTIPLE, step * _WIDER
     for block in blocks_of(rows, tokens):
         h = logits.operand(problem.hidden[block])
         best, classes, lse = top[block][:, :0], at[block][:, :0], lses[block]
         for begin, end in tiles(V, step):
-            z = logits.tile_by_rows(h, begin, end)  # (R, v)
+            z = logits.tile(h, begin, end)  # (v, R)
             if problem.temperature is not None:
-                z.div_(problem.temperature[block, None])
+                z.div_(problem.temperature[block])
             values, found = _largest(z, min(k, end - begin))
-            most = values[:, :1].clamp(min=torch.finfo(z.dtype).min)  # -inf - -inf is NaN
-            sums = exp_(z.sub_(most)).sum(1, keepdim=True, dtype=torch.float64)
-            lse = torch.logaddexp(lse, most + sums.log())
+            lse = torch.logaddexp(lse, _lse_(z, values[:, 0], found[:, 0])[:, None])
             best, classes = torch.cat([best, values], 1), torch.cat([classes, found + begin], 1)
             best, order = best.sort(dim=1, descending=True, stable=True)
             best, classes = best[:, :k], classes.gather(1, order)[:, :k]
@@ -165,12 +164,39 @@ def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor
 
 
 def _largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` largest of each row of ``z (R, v)``, of equal ones the first, and their indices."""
-    values, at = z.topk(min(k + 1, z.shape[1]), dim=1)
+    """``(R, k)`` each: the ``k`` largest of every column of ``z (v, R)``, and their rows.
+
+    Of equal ones the first. They lie in the ``k`` groups of neighbouring rows with the largest
+    maxima, which are found much sooner.
+    """
+    v, R = z.shape
+    n, whole = min(k + 1, v), v // _GROUP * _GROUP
+    if 4 * n * _GROUP <= v:
+        groups = z[:whole].unflatten(0, (-1, _GROUP))
+        best = groups.amax(1).t().topk(n).indices.t()  # (n, R)
+        rows = best[:, None] * _GROUP + torch.arange(_GROUP, device=z.device)[:, None]
+        rows = rows.reshape(-1, R)
+        values, at = torch.cat([z.gather(0, rows), z[whole:]]).t().topk(n)
+        last = torch.arange(whole, v, device=z.device)[:, None].expand(-1, R)
+        at = torch.cat([rows, last]).t().gather(1, at)
+    else:
+        values, at = z.t().topk(n)
     tied = (values[:, 1:] == values[:, :-1]).any(1)
     if tied.any():  # `topk` may take or order them in any way
-        at[tied] = z[tied].sort(dim=1, descending=True, stable=True).indices[:, : at.shape[1]]
+        at[tied] = z[:, tied].t().sort(dim=1, descending=True, stable=True).indices[:, :n]
     return values[:, :k], at[:, :k]
+
+
+def _lse_(z: Tensor, top: Tensor, at: Tensor) -> Tensor:
+    """``(R,)`` float64: log-sum-exps of ``z (v, R)``, which is scratch then.
+
+    ``top (R,)`` are the largest, in rows ``at``. They are left out of the sum of exponentials, in
+    which nothing else would be left where they are far above the others.
+    """
+    most = top.clamp(min=torch.finfo(z.dtype).min)  # -inf - -inf is NaN
+    others = exp_(z.scatter_(0, at[None], -torch.inf).sub_(most)).sum(0)
+    others += most - most  # NaN beside a logit of inf
+    return top + others.double().log1p()
 
 
 def _over_ranks(

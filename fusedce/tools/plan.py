@@ -1,8 +1,9 @@
 """`fusedce plan`: memory of a model's loss, by eager, compiled and fused code.
 
-Memory is counted beyond the model, the hidden states and their gradients. That of fused_ce is the
-backend's own plan; that of the others follows from the logits they hold. Only looking up a model
-class needs torch.
+Memory is the peak beyond the model and the hidden states, less the bytes of their gradients, as
+docs/benchmarks.md measures it. That of fused_ce is the backend's own plan; that of the others
+follows from the logits they hold. At eager's peak its gradients do not exist yet: they use that
+memory again. Only looking up a model class needs torch.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def plan(
     (H, V), b = sizes(model), BYTES[dtype]
     asked = call(tokens, H, V, b, DEVICES.get(device))
     ours, logits = choose_plan(asked), b * tokens * V
-    less = -(-least_bytes(asked) // MiB) * MiB
+    eager = max(12 * tokens * V - b * (tokens + V) * H, logits)
     return {
         "model": {"name": model, "H": H, "V": V},
         "tokens": tokens,
@@ -64,18 +65,32 @@ def plan(
         "logits_bytes": logits,  # of one copy
         "chunk_tokens": ours.tokens,  # of a chunk of fused_ce
         "least_budget": least_bytes(asked),
-        "products_in_least_budget": 4
-        if choose_plan(asked, memory_budget=less).name == TILES
-        else 3,
         # the least budget with which a step is as fast as without one
         "recommended_budget": ours.bytes,
+        "by_budget": by_budget(asked, ours.bytes),
         # bytes beyond weights, hidden states and their gradients, by purpose
         "methods": {
-            "eager": {"log-softmax, its gradient, the slope": 12 * tokens * V},
+            "eager": {"log-softmax, its gradient, the slope": eager},
             "compiled eager": {"logits": logits},
             "fused_ce": ours.held,
         },
     }
+
+
+def by_budget(asked: Sizes, most: int) -> list[dict[str, int]]:
+    """Products of the head's size, and tokens of a chunk or block, for whole MiB up to ``most``.
+
+    Counted, for no hardware: small chunks also have slower products, and add to the weight gradient
+    more often.
+    """
+    budget, steps = -(-least_bytes(asked) // MiB) * MiB, []
+    while True:
+        way = choose_plan(asked, memory_budget=budget)
+        products = 4 if way.name == TILES else 3
+        steps.append({"budget": budget, "products": products, "tokens": way.tokens})
+        if budget >= most:
+            return steps
+        budget = min(2 * budget, most)
 
 
 def call(N: int, H: int, V: int, b: int, device: Device | None) -> Sizes:
@@ -102,6 +117,11 @@ def text(found: dict[str, Any]) -> str:
             "least memory_budget": size(found["least_budget"]),
             "recommended memory_budget": size(found["recommended_budget"]),
         }),
+        "Work by memory_budget (a step without a limit: 3 products):",
+        *(
+            f"  {size(step['budget'])}: {step['products']} products of {step['tokens']} tokens"
+            for step in found["by_budget"]
+        ),
         "Memory of the loss, counted from sizes:",
     ]  # fmt: skip
     for name, held in found["methods"].items():
@@ -119,6 +139,6 @@ def _verdict(found: dict[str, Any], sums: dict[str, int]) -> str:
         for name, other in sums.items()
         if name != "fused_ce"
     )
-    price = "at a fourth product" if found["products_in_least_budget"] == 4 else "in smaller chunks"
+    price = "at a fourth product" if found["by_budget"][0]["products"] == 4 else "in smaller chunks"
     less = f"; memory_budget={least} * 2**20 for less, {price}" if least * MiB < ours else ""
     return f"fused_ce saves {saved}{less}."

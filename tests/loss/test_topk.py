@@ -160,3 +160,21 @@ def test_the_least_budget_that_is_named_is_enough(trained, k):
         assert hidden.grad is not None
     with pytest.raises(ValueError, match=f"at least {least} bytes"):
         fused_topk(hidden, weight, k, memory_budget=least - 1)
+
+
+@pytest.mark.parametrize("values", [3, 10**6])
+@pytest.mark.parametrize("k", [1, 7])
+def test_groups_of_classes_hide_none(values, k):
+    """A vocabulary of many groups, with and without equal logits, some of them -inf."""
+    rng = torch.Generator().manual_seed(0)
+    V = 5003  # no multiple of a group
+    logits = torch.randint(values, (20, V), generator=rng).float() / values
+    logits[:, ::5] = -torch.inf
+    logits[0, 0], logits[0, 1:] = 0, -torch.inf
+    logits[1, -1] = 20
+    for row in logits:
+        found = fused_topk(torch.zeros(1, 4), torch.ones(V, 4), k, bias=row)
+        expected = row.double().log_softmax(0)
+        order = row.sort(descending=True, stable=True).indices[:k]
+        assert torch.equal(found.index[0], order)
+        torch.testing.assert_close(found.logprob[0].double(), expected[order], rtol=1e-6, atol=1e-6)

@@ -34,11 +34,13 @@ from fusedce.backends.gradients import Gradients, Summed, saved_grad_dtypes, siz
 from fusedce.backends.plan import Plan, choose_plan, compared_classes
 from fusedce.backends.shards import (
     all_reduce,
-    largest,
     nll_and_lse,
     of_ranks,
     sharded_sizes,
     sums,
+)
+from fusedce.backends.shards import (
+    largest as largest_of_ranks,
 )
 from fusedce.backends.torch.logit_tiles import (
     Logits,
@@ -46,6 +48,7 @@ from fusedce.backends.torch.logit_tiles import (
     TileStats,
     chunks_of,
     exp_,
+    largest,
     maxima,
     tiles,
     write_labels,
@@ -96,8 +99,9 @@ def divergence_and_grads(task: Task) -> Summed:
     parts = chunks_of(rows, plan.tokens)
     grads = Gradients(problem, wanted, dtypes=saved_grad_dtypes(problem), chunks=len(parts))
     compared = (_ToTargets if divergence.kind == TARGETS else _ToTeacher)(
-        problem, divergence, plan, compared_classes(call, plan.tokens, plan.classes), shard
-    )
+        problem, divergence, plan, compared_classes(call, plan.tokens, plan.classes), shard,
+        train=any(wanted.gradients()),
+    )  # fmt: skip
     factor = expected_upstream(problem, n_valid)
     outer = problem.logit_scale / divergence.temperature * factor.double()
     losses = torch.zeros(len(hidden), dtype=acc, device=device)
@@ -109,7 +113,7 @@ def divergence_and_grads(task: Task) -> Summed:
         h, w = hidden[chunk].to(acc), weights[chunk].double()
         loss, g = compared(h, chunk)  # (C,), (V, C)
         losses[chunk] = (loss.masked_fill(loss >= INFINITE, math.inf) * w).to(acc)
-        if not any(wanted.gradients()):
+        if not compared.train:
             continue
         of_rows = (outer * w).to(acc)[:, None]
         scaled = (h * of_rows).to(gemm)
@@ -141,8 +145,8 @@ class _Compared:
     """The student's logits of one chunk after another, beside another distribution.
 
     Calls take hidden states ``h (C, H)`` and their positions ``(C,)``. They return the losses
-    ``(C,)`` in float64, and the gradients ``(V, C)`` by logits over the temperature, which stay
-    until the next call.
+    ``(C,)`` in float64, and to train the gradients ``(V, C)`` by logits over the temperature, which
+    stay until the next call.
     """
 
     def __init__(
@@ -152,7 +156,10 @@ class _Compared:
         plan: Plan,
         step: int,  # classes that are compared at a time
         shard: Shard | None,
+        *,
+        train: bool,  # the gradients are asked for
     ) -> None:
+        self.train = train
         self.problem, self.divergence, self.shard = problem, divergence, shard
         self.classes, self.tokens, self.step = plan.classes, plan.tokens, step
         self.student = divergence.student(problem)
@@ -199,8 +206,8 @@ class _Compared:
 class _ToTeacher(_Compared):
     """Beside a teacher's logits."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
         self.teacher = self.divergence.teacher()
         self.teacher_hidden = cast(Tensor, self.divergence.teacher_hidden)
         self.teachers = Logits(self.teacher)
@@ -334,14 +341,14 @@ class _ToTargets(_Compared):
         of_label, y = total - math.inf, torch.zeros_like(chunk)
         for begin, end in tiles(len(self.problem.weight), self.step):
             t = self._weighed(chunk, begin, end, dtype)
-            value, place = t.max(1)
+            value, place = largest(t.t())
             total = total + t.scatter_(1, place[:, None], 0).sum(1)
             less = torch.minimum(value, of_label)
             total += less.masked_fill_(less == -math.inf, 0)
             y = torch.where(value > of_label, place + begin, y)
             of_label = torch.maximum(value, of_label)
         if shard is not None:
-            of_label, y, total = largest(of_label, y, total, shard)
+            of_label, y, total = largest_of_ranks(of_label, y, total, shard)
         s, stats = self.all(self.logits, h, self.of_student), TileStats(y, dtype)
         for begin, z, scratch, _ in self.small(s):
             stats.add(scratch.copy_(z), begin)
@@ -351,9 +358,11 @@ class _ToTargets(_Compared):
         at_label = (of_all * (-nll).expm1() + total + of_lse * (-nll).exp()).to(dtype)
         apart = torch.zeros_like(total)
         for begin, z, behind, scratch in self.small(s):
-            slope = self.student.slope(z)
+            slope = self.student.slope(z) if self.train else None
             t = scratch.copy_(self._weighed(chunk, begin, begin + len(z), dtype).t())
             apart += torch.sub(z_label, z, out=behind).mul_(t).sum(0)
+            if not self.train:
+                continue
             g = exp_(log_softmax_(z, lse)).mul_(alpha).sub_(t)
             write_labels(g, y, begin, at_label)
             if slope is not None:

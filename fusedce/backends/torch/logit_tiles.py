@@ -95,18 +95,10 @@ class Logits:
         w = self.rows(begin, end, self.products.logits)
         return self.head.finished(self._product(w, h, out), slice(begin, end))
 
-    def tile_by_rows(self, h: Tensor, begin: int, end: int) -> Tensor:
-        """``(C, v)``: :meth:`tile` with a token's logits in a row."""
-        z = h.new_empty(len(h), end - begin, dtype=self.products.acc)
-        self.products(h, self.rows(begin, end, self.products.logits).t(), z)
-        self.head.finished(z.t(), slice(begin, end))
-        return z
-
     def copy(self, z: Tensor, rows: Rows) -> Tensor:
         """A copy of the columns ``rows`` of logits ``z (v, N)``, until the next tile."""
         found = z[:, rows]
-        self._z = self._as_large_as(self._z, found.numel())
-        return self._z[: found.numel()].view(found.shape).copy_(found)
+        return self._scratch(*found.shape).copy_(found)
 
     def step(self, tokens: int, classes: int) -> int:
         """Classes of a tile: those of the plan, or fewer, so that its logits stay in the cache."""
@@ -122,12 +114,13 @@ class Logits:
     def rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         """``(v, H)`` rows of the weight; a widened copy is valid until other rows are asked for."""
         w = self.head.weight
-        if end - begin < len(w):
+        if end - begin < w.shape[0]:
             w = w[begin:end]
         if w.dtype == dtype:
             return w
-        self._w = self._as_large_as(self._w, w.numel())
-        wide = self._w[: w.numel()].view(w.shape)
+        if self._w is None or len(self._w) < len(w):
+            self._w = torch.empty(w.shape, dtype=self.products.acc, device=w.device)
+        wide = self._w[: len(w)]
         if self._widened != (begin, end):
             wide.copy_(w)
             self._widened = (begin, end)
@@ -139,16 +132,18 @@ class Logits:
             return z if out is None else out.copy_(z)
         if out is not None:
             return self.products(w, h.t(), out)
-        v, C = len(w), len(h)
-        self._z = self._as_large_as(self._z, v * C)
+        v, C = w.shape[0], h.shape[0]
         if C < _FEW:  # (a product of few columns takes twice the time of one of few rows)
-            return self.products(h, w.t(), self._z[: v * C].view(C, v)).t()
-        return self.products(w, h.t(), self._z[: v * C].view(v, C))
+            return self.products(h, w.t(), self._scratch(C, v)).t()
+        return self.products(w, h.t(), self._scratch(v, C))
 
-    def _as_large_as(self, buffer: Tensor | None, elements: int) -> Tensor:
-        if buffer is not None and buffer.numel() >= elements:
-            return buffer
-        return self.head.weight.new_empty(elements, dtype=self.products.acc)
+    def _scratch(self, rows: int, columns: int) -> Tensor:
+        """``(rows, columns)`` in the memory of the tile before, where that is large enough."""
+        n, z = rows * columns, self._z
+        if z is None or z.numel() < n:
+            w = self.head.weight
+            self._z = z = torch.empty(rows, columns, dtype=self.products.acc, device=w.device)
+        return z if z.shape == (rows, columns) else z.view(-1)[:n].view(rows, columns)
 
 
 class Sums:
@@ -306,9 +301,9 @@ _GROUP = 64  # classes whose maximum is found first: on a CPU `amax` is five tim
 def largest(z: Tensor) -> tuple[Tensor, Tensor]:
     """``(C,)`` each: the largest of every column of ``z (v, C)``, and its row."""
     whole = len(z) // _GROUP * _GROUP
-    if z.device.type != "cpu" or whole < 8 * _GROUP or not z.is_contiguous():
+    if z.device.type != "cpu" or whole < 8 * _GROUP:
         return z.max(0)
-    top, group = z[:whole].view(-1, _GROUP, z.shape[1]).amax(1).max(0)
+    top, group = z[:whole].unflatten(0, (-1, _GROUP)).amax(1).max(0)
     first = group * _GROUP
     rows = first + torch.arange(_GROUP, device=z.device)[:, None]
     best = first + z.gather(0, rows).argmax(0)

@@ -13,7 +13,9 @@ rows of the head are at hand, and d_weight is one product for all tiles.
 The label's own entry leaves the tile (``e = 0``), and the sums with it. With ``L`` the log-sum-exp
 of the *other* logits, the loss is ``log(1 + exp(L - z_label))`` and the label's gradient, added as
 a rank-one term, ``p - 1 = expm1(-loss)``: nothing cancels at p -> 1, where ``1 + (1 - p)`` in
-float32 would have rounded most of the loss away.
+float32 would have rounded most of the loss away. A single tile has the same from its sum ``S`` of
+the others' exponentials: with ``d = z_label - k <= 0`` and ``T = S + exp(d)``, the loss is
+``log1p(T - 1) - d`` and ``p - 1 = -S / T``, all in float32.
 """
 
 from __future__ import annotations
@@ -39,7 +41,6 @@ from fusedce.backends.torch.logit_tiles import (
     column_sums,
     exp_,
     largest,
-    nll_of,
     references,
     take_labels,
     tiles,
@@ -70,7 +71,7 @@ def loss(problem: Problem) -> tuple[Tensor, Tensor]:
     totals = []
     for chunk in chunks_of_rows(rows, C):
         h, y = _tokens(problem, chunk)
-        totals.append(_walk(logits, logits.operand(h), y, step).nll.sum())
+        totals.append(_walk(logits, logits.operand(h), y, step).nll.double().sum())
     return _added(totals, problem), n_valid
 
 
@@ -151,26 +152,28 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
             logits, logits.operand(h), y, step, train=True, exps=exps, dh=None if in_place else dh,
             argmax=argmax is not None, zmean=smoothing > 0, c=c,
         )  # fmt: skip
-        nll, lse = found.nll, found.lse()
+        nll = found.nll
+        lse = nll if problem.is_nll_only() else found.lse()  # (of whose dtype weights will be)
         if argmax is not None and found.argmax is not None:
             argmax[chunk] = found.argmax
 
         if device.type != "cpu":  # a bad label, which has NaN by now, must not index out of bounds
             y = y.clamp(0, V - 1)
         of_chunk = problem.rows(chunk)
-        totals.append(token_losses(of_chunk, y, nll, lse, found.zmean).sum())
+        totals.append(token_losses(of_chunk, y, nll, lse, found.zmean).double().sum())
         by = slopes(of_chunk, y, lse)
+        slope_of_p = _times(outer, by.nll + by.lse)
         # These turn exponentials into probabilities, times the slope of the loss.
-        factors = (found.k - lse).exp_().mul_(_times(outer, by.nll + by.lse)).to(acc)  # (C,)
+        factors = (found.share * slope_of_p).to(acc)  # (C,)
         # Gradient of the label's raw product: `p - 1` where the other classes have `p`.
-        at_label = nll.neg().expm1_().mul_(_times(outer, by.nll))
+        at_label = found.less_one * slope_of_p
         if not isinstance(by.lse, float) or by.lse:
-            at_label += nll.neg().exp_() * (outer * by.lse)
+            at_label = at_label + outer * by.lse
         if smoothing:  # what every class gives away, (C,), times its weight
             share = outer * by.zmean / V
-            at_label -= share if c is None else share * c[y]
+            at_label = at_label - (share if c is None else share * c[y])
         if (slope := head.slope(found.z_label.double())) is not None:
-            at_label *= slope
+            at_label = at_label * slope
         at_label = at_label.to(acc)  # (C,)
 
         if in_place:
@@ -209,19 +212,26 @@ def _times(factor: Tensor, x: Tensor | float) -> Tensor:
 
 
 class _Found(NamedTuple):
-    """Statistics of a chunk's logits, and what its exponentials are relative to."""
+    """Statistics of a chunk's logits, and what its exponentials are relative to.
 
-    nll: Tensor  # (C,) float64
-    others: Tensor  # (C,) float64: log-sum-exp of the logits but the label's
+    Factors of the gradient, ``share`` and ``less_one``, are those of training only.
+    """
+
+    nll: Tensor  # (C,)
+    share: Tensor  # (C,) exp(k - lse): a probability over its exponential
+    less_one: Tensor  # (C,) p - 1 of the label
     z_label: Tensor  # (C,)
     exps: Tensor  # (V, C) exponentials, 0 at the labels, times the slopes; or scratch
     k: Tensor  # (C,) the exponentials are exp(z - k)
     argmax: Tensor | None  # (C,) int64
     zmean: Tensor | None  # (C,) float64: sum_v c_v z_v / V
+    of_tiles: Tensor | None = None  # (C,) float64: the log-sum-exp, of several tiles
 
     def lse(self) -> Tensor:
         """``(C,)`` float64: the log-sum-exp of all logits."""
-        return torch.logaddexp(self.others, self.z_label)
+        if self.of_tiles is not None:  # (a label far above k has a share of 0)
+            return self.of_tiles
+        return self.k - self.share.double().log()
 
 
 def _walk(
@@ -242,7 +252,7 @@ def _walk(
     To train, fill ``exps`` with their exponentials, 0 at the labels, times the slopes of the
     logits, and ``dh`` with the product of those and the head. A single tile needs no ``exps``.
     """
-    head, V, acc = logits.head, len(logits.head.weight), logits.products.acc
+    head, V, acc = logits.head, logits.head.weight.shape[0], logits.products.acc
     zsum = torch.zeros(len(y), dtype=torch.float64, device=y.device) if zmean else None
 
     def tile(begin: int, end: int) -> tuple[Tensor, Tensor | None]:
@@ -263,7 +273,7 @@ def _walk(
             w = logits.rows(begin, begin + len(z), z.dtype)
             logits.products(z.t(), w, dh, add=begin > 0)
 
-    likeliest = None
+    likeliest = of_tiles = None
     if step >= V:
         z, slope = tile(0, V)
         # A single tile's own maxima are the reference, the label among them: where it leaves the
@@ -271,9 +281,15 @@ def _walk(
         # float32. A label of +inf makes all NaN.
         k, likeliest = largest(z) if argmax else (z.amax(0), None)
         z_label = take_labels(z, y)
-        others = exp_(z.sub_(k)).sum(0).double().log_().add_(k)
-        nll = nll_of(others, z_label)
-        store(z, slope, 0)
+        others = exp_(z.sub_(k)).sum(0)  # at least 1 where the label is not the largest
+        below = z_label - k
+        more = below.expm1().add_(others)  # the sum with the label's, less 1: exact where p -> 1
+        nll = more.log1p().sub_(below)  # two numbers that are never negative
+        share = less_one = nll  # (without a meaning)
+        if train:
+            share = more.add_(1).reciprocal_()
+            less_one = others.mul_(share).neg_()
+            store(z, slope, 0)
     else:
         for k in references(logits, h, y, step):
             stats, fits = TileStats(y, acc, k, argmax=argmax), True
@@ -287,10 +303,15 @@ def _walk(
                 store(z, slope, begin)
             if fits:
                 break
-        nll, others, z_label = stats.losses(), stats.others(), stats.z_label
+        nll, z_label = stats.losses(), stats.z_label
+        share = less_one = nll  # (without a meaning)
+        if train:
+            of_tiles = stats.lse()
+            share, less_one = (k - of_tiles).exp_(), (-nll).expm1_()
         likeliest = stats.likeliest()[0] if argmax else None
     of_zmean = None if zsum is None else zsum / V
-    return _Found(nll, others, z_label, z if exps is None else exps, k, likeliest, of_zmean)
+    made = z if exps is None else exps
+    return _Found(nll, share, less_one, z_label, made, k, likeliest, of_zmean, of_tiles)
 
 
 def _add_labels(
