@@ -38,6 +38,17 @@ class LabelCount(NamedTuple):
             labels = batch["labels"][..., self.shift :] if self.shift else batch["labels"]
         return labels.ne(-100).sum()
 
+    def given(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The batch, with other labels if its loss reads none: such a mean may have NaN gradients.
+
+        As :meth:`sum_of` counts these 0 times, the gradients become 0.
+        """
+        name = "labels" if batch.get("shift_labels") is None else "shift_labels"
+        labels = batch[name]
+        if labels.is_floating_point():
+            return batch
+        return {**batch, name: torch.where(self.of(batch) > 0, labels, labels.clamp(min=0))}
+
     def sum_of(self, mean: Tensor, batch: Mapping[str, Any]) -> LossSum:
         """The mean ``()`` of a batch's labels as sum and count; without labels 0, not NaN."""
         n = self.of(batch).to(mean.device)
@@ -110,7 +121,7 @@ def model_loss(
             return found[""] if losses is None else found
         del out, loss  # logits, perhaps
         counted = find_label_count(model, given, observer)
-    return counted.sum_of(loss_of(model(**given)), given)
+    return counted.sum_of(loss_of(model(**counted.given(given))), given)
 
 
 def _sums(
@@ -255,8 +266,9 @@ def _probe(model: Any, inputs: dict[str, Any], name: str, loss: Tensor) -> tuple
             f"not count what it is a mean of: divide it by yourself (the stock Trainer)"
         )
     shift = int(name == "labels" and (first == none or (first != first and none != none)))
-    odd = positions % 2 == 1
-    n_odd, n_even = int(odd[shift:].sum()), int((~odd)[shift:].sum())
+    odd = (positions % 2 == 1).expand(labels.shape).clone()
+    odd[::2] &= positions % 4 == 1  # rows of other counts: a mean of rows' means differs
+    n_odd, n_even = int(odd[..., shift:].sum()), int((~odd)[..., shift:].sum())
     encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     if encoder_decoder or not n_odd or not n_even:
         return True, shift  # its labels are inputs, too

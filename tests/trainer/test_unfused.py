@@ -15,7 +15,16 @@ from support.tiny_trainer import (
     train,
     true_mean,
 )
-from support.unfused import Documents, Means, TwoLosses, classifier, dora, tagger
+from support.unfused import (
+    Documents,
+    MaskedMean,
+    MeanOfRows,
+    Means,
+    TwoLosses,
+    classifier,
+    dora,
+    tagger,
+)
 from transformers import Trainer
 
 from fusedce import head_report
@@ -77,8 +86,12 @@ def test_several_terms_are_trained_and_called_approximate(tmp_path, caplog):
     assert head_report(one[2].model).logits_made == 0
 
 
-def test_terms_of_other_counts_that_are_not_seen_are_called_approximate(tmp_path, caplog):
-    *_, warning = one_and_many(lambda: Means(terms=3), tmp_path, caplog)
+@pytest.mark.parametrize("make", [lambda: Means(terms=3), MeanOfRows])
+def test_what_is_no_mean_over_the_labels_alone_is_called_approximate(tmp_path, caplog, make):
+    batch = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    with caplog.at_level(logging.WARNING, logger="fusedce.head.model_loss"):
+        train(FusedTrainer, make(), arguments(tmp_path, **batch), train_dataset=DATA)
+    (warning,) = [x for x in map(str, caplog.messages) if "counts the tokens" in x]
     assert "their weights are approximate" in warning
 
 
@@ -104,15 +117,16 @@ def test_classification_of_tokens_has_the_token_mean(tmp_path, caplog):
     assert many[1] == pytest.approx(one[1], rel=100 * SAME_MODEL)
 
 
-def test_a_micro_batch_without_labels_changes_nothing(tmp_path):
+@pytest.mark.parametrize("make", [Means, MaskedMean])
+def test_a_micro_batch_without_labels_changes_nothing(tmp_path, make):
     """Its own mean is NaN."""
     empty = {"input_ids": DATA.rows[0]["input_ids"], "labels": torch.full((12,), -100)}
     data = Dataset(8)
     data.rows = [*DATA.rows[:7], empty]
-    _, losses, seen, _ = train(FusedTrainer, Means(), arguments(tmp_path, 1, 8), train_dataset=data)
+    _, losses, seen, _ = train(FusedTrainer, make(), arguments(tmp_path, 1, 8), train_dataset=data)
     data.rows = DATA.rows[:7]
     _, without, of_them, _ = train(
-        FusedTrainer, Means(), arguments(tmp_path, 7, 1), train_dataset=data
+        FusedTrainer, make(), arguments(tmp_path, 7, 1), train_dataset=data
     )
     assert losses == pytest.approx(without, rel=10 * SAME_MODEL)
     assert seen.norms == pytest.approx(of_them.norms, rel=100 * SAME_MODEL)
