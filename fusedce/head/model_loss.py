@@ -235,7 +235,11 @@ def find_label_count(
             outputs = model(**inputs)
         observer = trained or observer
         if observer.reductions == ["mean"]:
-            found = LabelCount((labels.numel() - int(observer.losses[0][1])) // len(labels), None)
+            n = int(observer.losses[0][1])
+            shift = (labels.numel() - n) // len(labels)
+            if n and labels.numel() - n not in (0, len(labels)):  # padding as well, perhaps
+                shift = next(n for n in (shift, 1, 0) if not _n_of_first(model, inputs, name, n))
+            found = LabelCount(shift, None)
         else:
             exact, shift = True, 0
             if whole and labels.dim() > 1:
@@ -248,6 +252,15 @@ def find_label_count(
             module.training = True
     _inner(model).__dict__[LABELS] = found
     return found
+
+
+def _n_of_first(model: Any, inputs: Mapping[str, Any], name: str, n: int) -> int:
+    """How many of the first ``n`` labels of all rows a fused loss reads."""
+    labels = inputs[name].clone()
+    labels[..., n:] = -100
+    with LossObserver() as observer:
+        model(**{**inputs, name: labels})
+    return int(observer.losses[0][1])
 
 
 def _probe(model: Any, inputs: dict[str, Any], name: str, loss: Tensor) -> tuple[bool, int]:

@@ -86,6 +86,15 @@ class TwoLosses(Means):
         return CausalLMOutput(loss=losses[0] + 0.3 * losses[1], logits=logits)
 
 
+class Attended(Means):
+    """One fused loss that leaves padding out by the attention mask, not by the labels alone."""
+
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        logits = self.lm_head(self.body(input_ids))
+        used = attention_mask[:, 1:] != 0
+        return CausalLMOutput(loss=F.cross_entropy(logits[:, :-1][used], labels[:, 1:][used]))
+
+
 class Documents(torch.utils.data.Dataset):
     """One class for each row, or one for each of its tokens."""
 

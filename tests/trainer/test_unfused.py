@@ -16,6 +16,7 @@ from support.tiny_trainer import (
     true_mean,
 )
 from support.unfused import (
+    Attended,
     Documents,
     MaskedMean,
     MeanOfRows,
@@ -154,6 +155,19 @@ def test_a_fused_loss_is_not_counted_by_labels(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="fusedce.head.model_loss"):
         train(FusedTrainer, llama(), arguments(tmp_path))
     assert "counts the tokens" not in caplog.text
+
+
+@pytest.mark.parametrize("padding", [3, 9])  # of each of four rows
+def test_a_fused_loss_that_leaves_padding_out_by_itself(tmp_path, padding):
+    data = Dataset(4)
+    for row in data.rows:
+        row["attention_mask"] = torch.arange(12) < 12 - padding
+        row["labels"] = row["input_ids"].where(row["attention_mask"], -100)
+    data.rows[0] = {**Dataset(1, seed=2).rows[0], "attention_mask": torch.ones(12)}
+    trainer, losses, *_ = train(FusedTrainer, Attended(), arguments(tmp_path), train_dataset=data)
+    batch = torch.utils.data.default_collate(data.rows)
+    assert losses[0] == pytest.approx(float(Attended()(**batch).loss), rel=SAME_MODEL)
+    assert head_report(trainer.model).logits_made == 0
 
 
 def test_a_head_that_a_later_run_cannot_fuse_is_counted(tmp_path, caplog):
