@@ -202,7 +202,8 @@ class FusedTrainerMixin:
             inputs = {**inputs, "output_router_logits": True}
         _mask_borders(inputs, self._labels_of)
         if self._by_labels and self._eval_totals is None:
-            outputs = model(**inputs)
+            counted = denominator is not None
+            outputs = model(**(self._labels_of(inputs).given(inputs) if counted else inputs))
             loss = self._by_count(self._mean_of(outputs, inputs), inputs, denominator)
             return (loss, outputs) if return_outputs else loss
         outer = LossObserver.current.get()  # of prediction_step, which counts what it has seen

@@ -38,6 +38,17 @@ class LabelCount(NamedTuple):
             labels = batch["labels"][..., self.shift :] if self.shift else batch["labels"]
         return labels.ne(-100).sum()
 
+    def given(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The batch, with other labels if its loss reads none: such a mean may have NaN gradients.
+
+        As :meth:`sum_of` counts these 0 times, the gradients become 0.
+        """
+        name = "labels" if batch.get("shift_labels") is None else "shift_labels"
+        labels = batch[name]
+        if labels.is_floating_point():
+            return batch
+        return {**batch, name: torch.where(self.of(batch) > 0, labels, labels.clamp(min=0))}
+
     def sum_of(self, mean: Tensor, batch: Mapping[str, Any]) -> LossSum:
         """The mean ``()`` of a batch's labels as sum and count; without labels 0, not NaN."""
         n = self.of(batch).to(mean.device)
@@ -110,7 +121,7 @@ def model_loss(
             return found[""] if losses is None else found
         del out, loss  # logits, perhaps
         counted = find_label_count(model, given, observer)
-    return counted.sum_of(loss_of(model(**given)), given)
+    return counted.sum_of(loss_of(model(**counted.given(given))), given)
 
 
 def _sums(
@@ -224,7 +235,11 @@ def find_label_count(
             outputs = model(**inputs)
         observer = trained or observer
         if observer.reductions == ["mean"]:
-            found = LabelCount((labels.numel() - int(observer.losses[0][1])) // len(labels), None)
+            n = int(observer.losses[0][1])
+            shift = (labels.numel() - n) // len(labels)
+            if n and labels.numel() - n not in (0, len(labels)):  # padding as well, perhaps
+                shift = next(n for n in (shift, 1, 0) if not _n_of_first(model, inputs, name, n))
+            found = LabelCount(shift, None)
         else:
             exact, shift = True, 0
             if whole and labels.dim() > 1:
@@ -237,6 +252,15 @@ def find_label_count(
             module.training = True
     _inner(model).__dict__[LABELS] = found
     return found
+
+
+def _n_of_first(model: Any, inputs: Mapping[str, Any], name: str, n: int) -> int:
+    """How many of the first ``n`` labels of all rows a fused loss reads."""
+    labels = inputs[name].clone()
+    labels[..., n:] = -100
+    with LossObserver() as observer:
+        model(**{**inputs, name: labels})
+    return int(observer.losses[0][1])
 
 
 def _probe(model: Any, inputs: dict[str, Any], name: str, loss: Tensor) -> tuple[bool, int]:
@@ -255,8 +279,9 @@ def _probe(model: Any, inputs: dict[str, Any], name: str, loss: Tensor) -> tuple
             f"not count what it is a mean of: divide it by yourself (the stock Trainer)"
         )
     shift = int(name == "labels" and (first == none or (first != first and none != none)))
-    odd = positions % 2 == 1
-    n_odd, n_even = int(odd[shift:].sum()), int((~odd)[shift:].sum())
+    odd = (positions % 2 == 1).expand(labels.shape).clone()
+    odd[::2] &= positions % 4 == 1  # rows of other counts: a mean of rows' means differs
+    n_odd, n_even = int(odd[..., shift:].sum()), int((~odd)[..., shift:].sum())
     encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     if encoder_decoder or not n_odd or not n_even:
         return True, shift  # its labels are inputs, too

@@ -78,6 +78,8 @@ def replace_loss_head(
     _check_head(model, head)
     replaced = head_of(head)
     if replaced is None:
+        for module in model.modules():
+            module.__dict__.pop(LABELS, None)  # found out with the head as it was
         _restore(head)  # it may have been replaced before an adapter was put around it
         head.register_forward_pre_hook(Head(HeadCounts(), memory_budget))
         head.register_forward_hook(take_back, prepend=True)

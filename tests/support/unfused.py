@@ -53,6 +53,28 @@ class Means(nn.Module):
         return CausalLMOutput(loss=loss, logits=logits)
 
 
+class MaskedMean(Means):
+    """The mean of the valid labels as many write it: 0/0 without any, in backward as well."""
+
+    def forward(self, input_ids, labels=None):
+        logits = self.lm_head(self.body(input_ids))
+        logprobs = logits[:, :-1].log_softmax(-1)
+        labels = labels[:, 1:]
+        valid = labels != -100
+        nll = -logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * valid
+        return CausalLMOutput(loss=self.mean(nll, valid), logits=logits)
+
+    def mean(self, nll, valid):
+        return nll.sum() / valid.sum()
+
+
+class MeanOfRows(MaskedMean):
+    """Weighs a token of a short row more."""
+
+    def mean(self, nll, valid):
+        return (nll.sum(-1) / valid.sum(-1).clamp(min=1)).mean()
+
+
 class TwoLosses(Means):
     """Two fused losses: of the next token, and of the one after it."""
 
@@ -62,6 +84,15 @@ class TwoLosses(Means):
             F.cross_entropy(logits[:, :-n].flatten(0, 1), labels[:, n:].flatten()) for n in (1, 2)
         ]
         return CausalLMOutput(loss=losses[0] + 0.3 * losses[1], logits=logits)
+
+
+class Attended(Means):
+    """One fused loss that leaves padding out by the attention mask, not by the labels alone."""
+
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        logits = self.lm_head(self.body(input_ids))
+        used = attention_mask[:, 1:] != 0
+        return CausalLMOutput(loss=F.cross_entropy(logits[:, :-1][used], labels[:, 1:][used]))
 
 
 class Documents(torch.utils.data.Dataset):

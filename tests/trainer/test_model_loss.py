@@ -10,7 +10,7 @@ from support.bounds import SAME_MODEL
 from support.engines import accelerator
 from support.loops import distance
 from support.tiny_trainer import Dataset, V, llama
-from support.unfused import Documents, Means, TwoLosses, classifier, dora
+from support.unfused import Documents, MaskedMean, Means, TwoLosses, classifier, dora
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -159,6 +159,25 @@ def test_a_model_that_has_no_output_head_is_counted(caplog):
     assert "no output embeddings" in warning
     assert "no output embeddings" in str(head_report(model))
     assert "labels" not in str(head_report(restore_loss_head(model)))
+
+
+@pytest.mark.parametrize("make", [Means, MaskedMean])
+def test_a_batch_without_labels_adds_nothing(make):
+    """Neither to the loss nor, where its own mean is 0/0, to gradients."""
+    empty = {**SINGLE[0], "labels": torch.full_like(SINGLE[0]["labels"], -100)}
+    grads, metrics = stepped(make(), [SINGLE[1], empty])
+    exact, without = stepped(make(), SINGLE[1:2])
+    assert metrics["loss"] == without["loss"]
+    for grad, other in zip(grads, exact, strict=True):
+        assert torch.equal(grad, other)
+
+
+def test_a_head_that_is_replaced_later_has_a_new_report():
+    model = llama()
+    model_loss(model, WHOLE)
+    assert "its head is not replaced" in str(head_report(model))
+    model_loss(replace_loss_head(model), WHOLE)
+    assert "counts the tokens" not in str(head_report(model))
 
 
 def test_a_loss_that_is_a_sum_is_refused():

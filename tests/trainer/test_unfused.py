@@ -15,7 +15,17 @@ from support.tiny_trainer import (
     train,
     true_mean,
 )
-from support.unfused import Documents, Means, TwoLosses, classifier, dora, tagger
+from support.unfused import (
+    Attended,
+    Documents,
+    MaskedMean,
+    MeanOfRows,
+    Means,
+    TwoLosses,
+    classifier,
+    dora,
+    tagger,
+)
 from transformers import Trainer
 
 from fusedce import head_report
@@ -77,8 +87,12 @@ def test_several_terms_are_trained_and_called_approximate(tmp_path, caplog):
     assert head_report(one[2].model).logits_made == 0
 
 
-def test_terms_of_other_counts_that_are_not_seen_are_called_approximate(tmp_path, caplog):
-    *_, warning = one_and_many(lambda: Means(terms=3), tmp_path, caplog)
+@pytest.mark.parametrize("make", [lambda: Means(terms=3), MeanOfRows])
+def test_what_is_no_mean_over_the_labels_alone_is_called_approximate(tmp_path, caplog, make):
+    batch = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    with caplog.at_level(logging.WARNING, logger="fusedce.head.model_loss"):
+        train(FusedTrainer, make(), arguments(tmp_path, **batch), train_dataset=DATA)
+    (warning,) = [x for x in map(str, caplog.messages) if "counts the tokens" in x]
     assert "their weights are approximate" in warning
 
 
@@ -104,15 +118,16 @@ def test_classification_of_tokens_has_the_token_mean(tmp_path, caplog):
     assert many[1] == pytest.approx(one[1], rel=100 * SAME_MODEL)
 
 
-def test_a_micro_batch_without_labels_changes_nothing(tmp_path):
+@pytest.mark.parametrize("make", [Means, MaskedMean])
+def test_a_micro_batch_without_labels_changes_nothing(tmp_path, make):
     """Its own mean is NaN."""
     empty = {"input_ids": DATA.rows[0]["input_ids"], "labels": torch.full((12,), -100)}
     data = Dataset(8)
     data.rows = [*DATA.rows[:7], empty]
-    _, losses, seen, _ = train(FusedTrainer, Means(), arguments(tmp_path, 1, 8), train_dataset=data)
+    _, losses, seen, _ = train(FusedTrainer, make(), arguments(tmp_path, 1, 8), train_dataset=data)
     data.rows = DATA.rows[:7]
     _, without, of_them, _ = train(
-        FusedTrainer, Means(), arguments(tmp_path, 7, 1), train_dataset=data
+        FusedTrainer, make(), arguments(tmp_path, 7, 1), train_dataset=data
     )
     assert losses == pytest.approx(without, rel=10 * SAME_MODEL)
     assert seen.norms == pytest.approx(of_them.norms, rel=100 * SAME_MODEL)
@@ -140,6 +155,19 @@ def test_a_fused_loss_is_not_counted_by_labels(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="fusedce.head.model_loss"):
         train(FusedTrainer, llama(), arguments(tmp_path))
     assert "counts the tokens" not in caplog.text
+
+
+@pytest.mark.parametrize("padding", [3, 9])  # of each of four rows
+def test_a_fused_loss_that_leaves_padding_out_by_itself(tmp_path, padding):
+    data = Dataset(4)
+    for row in data.rows:
+        row["attention_mask"] = torch.arange(12) < 12 - padding
+        row["labels"] = row["input_ids"].where(row["attention_mask"], -100)
+    data.rows[0] = {**Dataset(1, seed=2).rows[0], "attention_mask": torch.ones(12)}
+    trainer, losses, *_ = train(FusedTrainer, Attended(), arguments(tmp_path), train_dataset=data)
+    batch = torch.utils.data.default_collate(data.rows)
+    assert losses[0] == pytest.approx(float(Attended()(**batch).loss), rel=SAME_MODEL)
+    assert head_report(trainer.model).logits_made == 0
 
 
 def test_a_head_that_a_later_run_cannot_fuse_is_counted(tmp_path, caplog):
