@@ -295,8 +295,8 @@ def codebook_loss(
     counts: a position counts once for each codebook in which its label is valid.
 
     Raises:
-        TypeError, ValueError: as :func:`fusedce.fused_ce`, or ``labels`` has another last dimension
-            than there are weights.
+        TypeError, ValueError: as :func:`fusedce.fused_ce`; there are no weights, ``labels`` has
+            another last dimension, or ``argmax_out`` is given, which has room for one codebook.
 
     Examples:
         >>> hidden, weights = torch.randn(2, 5, 16), torch.randn(4, 100, 16)
@@ -305,6 +305,10 @@ def codebook_loss(
     """
     if not isinstance(labels, Tensor):
         raise not_a_tensor("labels", labels)
+    if not isinstance(weights, (Sequence, Tensor)) or not len(weights):
+        raise TypeError(f"weights must hold a (V, H) tensor for each codebook, got {weights!r}")
+    if "argmax_out" in options:
+        raise TypeError("argmax_out has room for one codebook: call fused_ce for each of them")
     if labels.shape[-1:] != (len(weights),):
         raise ValueError(
             f"labels must be (..., {len(weights)}), one for each of the weights, got "

@@ -557,3 +557,10 @@ def test_codebooks_need_labels_each():
     hidden, weight, labels = inputs()
     with pytest.raises(ValueError, match=r"labels must be \(\.\.\., 2\), one for each"):
         recipes.codebook_loss(hidden, [weight, weight], labels)
+    for bad, options, match in (
+        ([], {}, "weights must hold"),
+        (None, {}, "weights must hold"),
+        ([weight], {"argmax_out": labels}, "one codebook"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            recipes.codebook_loss(hidden, bad, labels[..., None], **options)

@@ -28,6 +28,7 @@ _SAME = {True: 1e-4, False: 1e-2}  # in float32 or not: losses that differ by le
 class LabelCount(NamedTuple):
     """How the labels of a model's loss are counted."""
 
+    name: str  # "labels" or "shift_labels", of the batch that told
     shift: int  # labels of a row that the loss leaves out: 1 if it shifts, else 0
     note: str | None  # why labels are counted; None if the loss is one fused cross-entropy
 
@@ -43,7 +44,7 @@ class LabelCount(NamedTuple):
 
         As :meth:`sum_of` counts these 0 times, the gradients become 0.
         """
-        name = "labels" if batch.get("shift_labels") is None else "shift_labels"
+        name = _name_in(batch)
         labels = batch[name]
         if labels.is_floating_point():
             return batch
@@ -108,6 +109,8 @@ def model_loss(
     weights = check_losses(losses)
     given = {k: x for k, x in batch.items() if k != "num_items_in_batch"}
     counted = known_label_count(model)
+    if counted is not None and counted.name != _name_in(given):
+        counted = None
     if losses is not None or counted is None or counted.note is None:
         # A power of two: dividing by it and multiplying again rounds nothing, and a term beside the
         # cross-entropy stands out from a loss of a few nats.
@@ -194,6 +197,10 @@ def loss_of(outputs: Any) -> Tensor:
 # ---- the count by labels --------------------------------------------------------------------
 
 
+def _name_in(batch: Mapping[str, Any]) -> str:
+    return "labels" if batch.get("shift_labels") is None else "shift_labels"
+
+
 def _inner(model: Any) -> nn.Module:
     """The model inside of DDP, DeepSpeed's engine or ``torch.compile``."""
     while True:
@@ -224,7 +231,7 @@ def find_label_count(
     Raises:
         ValueError: the loss is a sum over its labels, or does not depend on them.
     """
-    name = "labels" if batch.get("shift_labels") is None else "shift_labels"
+    name = _name_in(batch)
     labels = batch[name]
     whole = not labels.is_floating_point()
     inputs = {**batch, name: labels.clamp(min=0) if whole else labels}
@@ -239,14 +246,14 @@ def find_label_count(
             shift = (labels.numel() - n) // len(labels)
             if n and labels.numel() - n not in (0, len(labels)):  # padding as well, perhaps
                 shift = next(n for n in (shift, 1, 0) if not _n_of_first(model, inputs, name, n))
-            found = LabelCount(shift, None)
+            found = LabelCount(name, shift, None)
         else:
             exact, shift = True, 0
             if whole and labels.dim() > 1:
                 exact, shift = _probe(model, inputs, name, loss_of(outputs))
             note = _note(_inner(model), observer, exact=exact)
             logger.warning("fusedce %s", note)
-            found = LabelCount(shift, note)
+            found = LabelCount(name, shift, note)
     finally:
         for module in training:
             module.training = True

@@ -17,7 +17,14 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM
 
 import fusedce
-from fusedce import LossAccumulator, head_report, model_loss, replace_loss_head, restore_loss_head
+from fusedce import (
+    LossAccumulator,
+    head_report,
+    model_loss,
+    replace_loss_head,
+    restore_loss_head,
+    shift_labels,
+)
 
 
 def micro_batches(rank):
@@ -170,6 +177,13 @@ def test_a_batch_without_labels_adds_nothing(make):
     assert metrics["loss"] == without["loss"]
     for grad, other in zip(grads, exact, strict=True):
         assert torch.equal(grad, other)
+
+
+def test_labels_by_another_name_are_counted_anew():
+    model, ids = llama(), WHOLE["input_ids"]
+    shifted = {"input_ids": ids, "labels": ids, "shift_labels": shift_labels(ids)}
+    for batch in (shifted, {"input_ids": ids, "labels": ids}):
+        assert int(model_loss(model, batch).n_valid) == ids.numel() - len(ids)
 
 
 def test_a_head_that_is_replaced_later_has_a_new_report():
