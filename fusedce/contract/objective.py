@@ -143,7 +143,7 @@ def expected_upstream(problem: Problem, n_valid: Tensor) -> Tensor:
         return problem.expected_upstream.clone()
     dtype = acc_dtype(problem.hidden.dtype)
     if n_valid.device.type == "cpu":
-        return torch.full((), 1 / max(int(n_valid), 1), dtype=dtype)
+        return torch.full((), 1 / max(int(n_valid), 1), dtype=dtype, device="cpu")
     return n_valid.to(dtype).clamp_(min=1).reciprocal_()
 
 
