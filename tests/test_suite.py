@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 from support.device import HIDING
+from support.params import slow
 
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("*.py"))
@@ -164,7 +165,7 @@ torch.cuda.device_count = lambda: 1
 
 @pytest.mark.parametrize(
     "some",
-    ["tests/kernels/test_input_grads.py", "tests/backends/triton/test_forward.py",
+    ["tests/kernels/test_input_grads.py", slow("tests/backends/triton/test_forward.py"),
      "tests/trainer/test_stock_trainer.py"],
 )  # fmt: skip
 def test_where_torch_sees_a_gpu_other_tests_are_interpreted(tmp_path, some):

@@ -31,6 +31,7 @@ def test_a_suite_that_does_not_exist_is_refused_before_anything_runs(tmp_path):
     assert "==" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_suite_that_is_run_again_measures_what_is_left(tmp_path):
     first = run("--dry", "evaluation", out=tmp_path)
     assert first.returncode == 0, first.stdout + first.stderr

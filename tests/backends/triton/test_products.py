@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.operators import Calls
+from support.params import slow
 
 from fusedce import fused_ce
 from fusedce.backends import triton as backend
@@ -51,7 +52,7 @@ def test_rows_of_tiles_fill_the_processors(processors, least):
     assert archs.rows_in_waves(100, V, 4096, processors) == 100
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)])
 def test_a_chunk_is_widened_for_the_bias_in_the_buffer_of_the_plan(monkeypatch, dtype):
     """The chunk in float32 would be 3.6 MB; the head in float32, for a CPU's product, is 1.5 MB."""
     row = archs.BY_NAME["interpreter"]._replace(tile_elements=(2**16, 2**16))
