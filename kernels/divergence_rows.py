@@ -132,19 +132,20 @@ def class_terms(z, t, lse, low, lse_t, low_t, beta, one_minus_beta, KIND: tl.con
     e, k = expm1_and_remainder(size)
     teacher = d > 0  # has the larger probability
     big = tl.exp2(tl.maximum(log_q, log_p) * LOG2E)
-    # Not 1 + e, whose rounding is large beside a small q, and q is multiplied by its logarithm.
-    ratio = tl.exp2(-size * LOG2E)
-    q = tl.where(teacher, big * ratio, big)
+    q = tl.where(teacher, big * (1.0 + e), big)
     gap = tl.where(teacher, big * e, -big * e)
     # Minus the divergence of the smaller one from the larger, over big; it tends to -1.
     lesser = tl.where(size < 0.5, k + size * e, size * (1.0 + e) + e)
     if KIND >= JSD:
+        # The rounding of 1 + e is large beside a small q, which its logarithm multiplies.
+        q = tl.exp2(log_q * LOG2E)
         w = tl.where(teacher, one_minus_beta, beta)  # of the smaller probability
         log, remainder = log_and_remainder(w * e)
         # (w (k + size e) + remainder) is w |d| (1 + e) + (1 + x) log
         term = -big * (remainder + w * lesser)
         x = -tl.maximum(d, 0.0) - log
         if KIND == EDGE:  # the mixture over big: near 0 only a sum of positive numbers is exact
+            ratio = tl.exp2(-size * LOG2E)
             far = w * e < -0.5
             mixture = tl.where(far, tl.where(teacher, beta, one_minus_beta) + w * ratio, 1.0)
             log_of_far = tl.log(mixture)
