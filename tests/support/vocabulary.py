@@ -112,9 +112,13 @@ def inputs(V, dtype=torch.float64, n=N, seed=0, *, kind="indices", **options):
 
 
 def sure(x, gap):
-    """Inputs with p -> 1 at the label, or where ``gap`` is negative at another class."""
+    """Inputs with p -> 1 at the label, or where ``gap`` is negative at another class.
+
+    Entries are multiples of 2^-7, so that float32 products are exact in any order: ``1 - p`` is
+    as wrong as the logit, which another order of sums would round elsewhere.
+    """
     V, dtype = len(x["weight"]), x["weight"].dtype
-    unit = F.normalize(x["weight"].float(), dim=-1)
+    unit = (128 * F.normalize(x["weight"].float(), dim=-1)).round() / 128
     labels = torch.arange(len(x["labels"])) * 37 % V
     near_to = labels if gap > 0 else (labels + V // 2) % V
     hidden = abs(gap) * unit[near_to]
