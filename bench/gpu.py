@@ -127,7 +127,7 @@ def flops(shape: tuple[int, int, int], products: int) -> float:
 
 
 def suite_ceilings() -> Iterator[Problem]:
-    """What cuBLAS and the memory give at most, and a tile's product beside 8192 cubed."""
+    """Measure the fastest product and copy, and a tile's product beside one of 8192 cubed."""
     n, rows, columns = (64, 32, 16) if DRY else (8192, 4096, 2048)
     kind = torch.float32 if DRY else torch.bfloat16
     a, b = (torch.randn(n, n, device=DEVICE, dtype=kind) for _ in range(2))

@@ -174,7 +174,7 @@ def _ranks() -> int:
 
 
 def _micro_batches(rows: list[Batch], steps: int) -> list[Batch]:
-    """Those of this rank: of each it has as many rows as every other."""
+    """Return this rank's part of each micro-batch; all ranks have equally many rows of it."""
     size, ranks = len(rows) // steps, _ranks()
     rank = dist.get_rank() if ranks > 1 else 0
     return [stacked(rows[i + rank : i + size : ranks]) for i in range(0, len(rows), size)]

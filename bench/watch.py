@@ -1,4 +1,4 @@
-"""What an accumulator's watching costs, by the number of parameters.
+"""Measure what an accumulator's watching costs, by the number of parameters.
 
     python bench/watch.py [--parameters 300 3000 10000]
 
@@ -35,7 +35,7 @@ def timed(owner: Any, name: str, spent: list[float]) -> None:
 
 
 def microseconds(n: int, *, in_place: bool, windows: int = 15, micro: int = 8) -> list[float]:
-    """Of watching a micro-batch, and of ``finish``, a parameter."""
+    """Return what watching a micro-batch takes for each parameter, and what ``finish`` takes."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(4)) for _ in range(n)])
     acc, looks, ends = fusedce.LossAccumulator(model), [0.0], [0.0]
     watch: Watch = acc._watch

@@ -211,7 +211,7 @@ def _inner(model: Any) -> nn.Module:
 
 
 def known_label_count(model: Any) -> LabelCount | None:
-    """What :func:`find_label_count` has found out about a model."""
+    """Return the result of :func:`find_label_count` that stays with a model, if there is one."""
     return _inner(model).__dict__.get(LABELS)
 
 
@@ -305,7 +305,7 @@ def _probe(model: Any, inputs: dict[str, Any], name: str, loss: Tensor) -> tuple
 
 
 def _note(model: nn.Module, observer: LossObserver, *, exact: bool) -> str:
-    """What is not saved, why, and what is approximate."""
+    """Say why no memory is saved, and whether a term is approximate."""
     seen, report = len(observer.losses), head_report(model)
     if seen:
         why = f"it has {seen} fused losses, of reductions {observer.reductions}"

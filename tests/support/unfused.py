@@ -110,22 +110,18 @@ class Documents(torch.utils.data.Dataset):
     __len__, __getitem__ = Dataset.__len__, Dataset.__getitem__
 
 
+OF_THREE_CLASSES = {
+    "vocab_size": V, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_labels": 3, "pad_token_id": 0,
+}  # fmt: skip
+
+
 def classifier():
     torch.manual_seed(0)
-    return LlamaForSequenceClassification(
-        LlamaConfig(
-            vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-            num_attention_heads=2, num_labels=3, pad_token_id=0,
-        )
-    )  # fmt: skip
+    return LlamaForSequenceClassification(LlamaConfig(**OF_THREE_CLASSES))
 
 
 def tagger():
     torch.manual_seed(0)
-    return BertForTokenClassification(
-        BertConfig(
-            vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-            num_attention_heads=2, num_labels=3, hidden_dropout_prob=0,
-            attention_probs_dropout_prob=0,
-        )
-    )  # fmt: skip
+    without_dropout = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    return BertForTokenClassification(BertConfig(**OF_THREE_CLASSES, **without_dropout))
