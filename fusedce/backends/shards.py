@@ -211,7 +211,9 @@ def entropy_of(
     return torch.where(p == 0, 0.0, p * (entropies + surprise)).sum(0)
 
 
-def largest(x: Tensor, row: Tensor, others: Tensor, shard: Shard) -> tuple[Tensor, Tensor, Tensor]:
+def largest_of_ranks(
+    x: Tensor, row: Tensor, others: Tensor, shard: Shard
+) -> tuple[Tensor, Tensor, Tensor]:
     """Over ranks: the largest ``x (n,)``, its ``row``, the sum of the other ``x`` and ``others``.
 
     The row is counted from the first one here. Collectives: one all-gather of 3 float64 a token.

@@ -245,7 +245,7 @@ def find_label_count(
             n = int(observer.losses[0][1])
             shift = (labels.numel() - n) // len(labels)
             if n and labels.numel() - n not in (0, len(labels)):  # padding as well, perhaps
-                shift = next(n for n in (shift, 1, 0) if not _n_of_first(model, inputs, name, n))
+                shift = next(m for m in (shift, 1, 0) if not _n_of_first(model, inputs, name, m))
             found = LabelCount(name, shift, None)
         else:
             exact, shift = True, 0

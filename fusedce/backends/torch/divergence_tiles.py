@@ -34,13 +34,11 @@ from fusedce.backends.gradients import Gradients, Summed, saved_grad_dtypes, siz
 from fusedce.backends.plan import Plan, choose_plan, compared_classes
 from fusedce.backends.shards import (
     all_reduce,
+    largest_of_ranks,
     nll_and_lse,
     of_ranks,
     sharded_sizes,
     sums,
-)
-from fusedce.backends.shards import (
-    largest as largest_of_ranks,
 )
 from fusedce.backends.torch.logit_tiles import (
     Logits,

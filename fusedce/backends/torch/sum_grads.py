@@ -153,7 +153,8 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
             argmax=argmax is not None, zmean=smoothing > 0, c=c,
         )  # fmt: skip
         nll = found.nll
-        lse = nll if problem.is_nll_only() else found.lse()  # (of whose dtype weights will be)
+        # Where the loss does not depend on it, only its dtype is asked: that of the slopes.
+        lse = nll if problem.is_nll_only() else found.lse()
         if argmax is not None and found.argmax is not None:
             argmax[chunk] = found.argmax
 
@@ -162,6 +163,8 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
         of_chunk = problem.rows(chunk)
         totals.append(token_losses(of_chunk, y, nll, lse, found.zmean).double().sum())
         by = slopes(of_chunk, y, lse)
+        assert found.share is not None
+        assert found.less_one is not None
         slope_of_p = _times(outer, by.nll + by.lse)
         # These turn exponentials into probabilities, times the slope of the loss.
         factors = (found.share * slope_of_p).to(acc)  # (C,)
@@ -218,8 +221,8 @@ class _Found(NamedTuple):
     """
 
     nll: Tensor  # (C,)
-    share: Tensor  # (C,) exp(k - lse): a probability over its exponential
-    less_one: Tensor  # (C,) p - 1 of the label
+    share: Tensor | None  # (C,) exp(k - lse): a probability over its exponential
+    less_one: Tensor | None  # (C,) p - 1 of the label
     z_label: Tensor  # (C,)
     exps: Tensor  # (V, C) exponentials, 0 at the labels, times the slopes; or scratch
     k: Tensor  # (C,) the exponentials are exp(z - k)
@@ -231,6 +234,7 @@ class _Found(NamedTuple):
         """``(C,)`` float64: the log-sum-exp of all logits."""
         if self.of_tiles is not None:  # (a label far above k has a share of 0)
             return self.of_tiles
+        assert self.share is not None
         return self.k - self.share.double().log()
 
 
@@ -273,7 +277,7 @@ def _walk(
             w = logits.rows(begin, begin + len(z), z.dtype)
             logits.products(z.t(), w, dh, add=begin > 0)
 
-    likeliest = of_tiles = None
+    likeliest = of_tiles = share = less_one = None
     if step >= V:
         z, slope = tile(0, V)
         # A single tile's own maxima are the reference, the label among them: where it leaves the
@@ -285,7 +289,6 @@ def _walk(
         below = z_label - k
         more = below.expm1().add_(others)  # the sum with the label's, less 1: exact where p -> 1
         nll = more.log1p().sub_(below)  # two numbers that are never negative
-        share = less_one = nll  # (without a meaning)
         if train:
             share = more.add_(1).reciprocal_()
             less_one = others.mul_(share).neg_()
@@ -304,7 +307,6 @@ def _walk(
             if fits:
                 break
         nll, z_label = stats.losses(), stats.z_label
-        share = less_one = nll  # (without a meaning)
         if train:
             of_tiles = stats.lse()
             share, less_one = (k - of_tiles).exp_(), (-nll).expm1_()
