@@ -161,7 +161,8 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
         if device.type != "cpu":  # a bad label, which has NaN by now, must not index out of bounds
             y = y.clamp(0, V - 1)
         of_chunk = problem.rows(chunk)
-        totals.append(token_losses(of_chunk, y, nll, lse, found.zmean).double().sum())
+        losses = token_losses(of_chunk, y, nll, lse, found.zmean)
+        totals.append(losses.sum(dtype=torch.float64))
         by = slopes(of_chunk, y, lse)
         assert found.share is not None
         assert found.less_one is not None
