@@ -347,7 +347,7 @@ class FusedTrainerMixin:
             with self._evaluating():
                 return FusedTrainerMixin.prediction_step(self, model, inputs, *args, **kwargs)
         if "labels" in inputs or "shift_labels" in inputs:
-            inputs = dict(AccelerateEngine(self.accelerator).without_repeats(inputs))
+            inputs = dict(AccelerateEngine(self.accelerator).mask_repeated_samples(inputs))
             _mask_borders(inputs, self._labels_of)
         if self.label_smoother is not None and "labels" in inputs:
             self._labels_of(inputs)  # before losses are observed

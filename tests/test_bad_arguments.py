@@ -100,7 +100,7 @@ ROWS = {
     "add_auxiliary": (with_auxiliary, "auxiliary", set()),
     "finish(parameters)": (finished, "parameters", set()),
     "finish([parameter])": (lambda x: finished([x]), "parameter", set()),
-    "without_repeats(batch)": (method("without_repeats"), "batch", {"dict"}),
+    "mask_repeated_samples(batch)": (method("mask_repeated_samples"), "batch", {"dict"}),
     "metrics(reset)": (lambda x: LossAccumulator().metrics(reset=x), "reset", {"true"}),
     "load_state_dict": (method("load_state_dict"), "state", set()),
     **{

@@ -504,16 +504,16 @@ class LossAccumulator:
         self._refuse_open_window("load a state")
         self._totals.load_state_dict(state)
 
-    def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    def mask_repeated_samples(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the batch with the labels of repeated samples set to ``ignore_index``.
 
         The samplers of ``accelerate`` repeat samples until all ranks have whole batches. After
-        :meth:`from_accelerator`, evaluate ``model(**acc.without_repeats(batch))``. Batches without
-        repeated samples are returned unchanged.
+        :meth:`from_accelerator`, evaluate ``model(**acc.mask_repeated_samples(batch))``. Batches
+        without repeated samples are returned unchanged.
         """
         if not isinstance(batch, Mapping):
             raise TypeError(f"batch must be a mapping of tensors, got {describe(batch)}")
-        return self._engine.without_repeats(batch)
+        return self._engine.mask_repeated_samples(batch)
 
     # ---- copies and text --------------------------------------------------------------------
 

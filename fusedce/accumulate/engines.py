@@ -59,8 +59,8 @@ class Engine:
     def check_closing(self, n_micro: int) -> None:
         """Raise where the engine has not followed the window that ends."""
 
-    def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See :meth:`LossAccumulator.without_repeats`."""
+    def mask_repeated_samples(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See :meth:`LossAccumulator.mask_repeated_samples`."""
         return batch
 
 
@@ -105,7 +105,7 @@ class AccelerateEngine(Engine):
         """Divide ``loss ()`` as accelerate does, and differentiate it."""
         self._accelerator.backward(loss)
 
-    def without_repeats(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    def mask_repeated_samples(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """A copy of the last batch, its ``labels`` and ``shift_labels`` of repeats set to -100."""
         state = getattr(self._accelerator, "gradient_state", None)
         real = 0  # samples of the last round of batches over ranks, where some are repeated

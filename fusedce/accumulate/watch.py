@@ -144,8 +144,8 @@ class Watch:
         self._versions: list[int] = []
         self._without: list[int] = []  # indices of parameters without a gradient
         self._in_place = False  # whether backward adds to the gradients that are there
-        self._has_looked = False  # since the first backward
-        self._stale: list[Tensor] = []  # norms () of gradients that should be zero
+        self._has_read = False  # since the first backward
+        self._norms_before: list[Tensor] = []  # norms () of gradients that should be zero
         self._backward = -1  # id of the last one
         self._has_stepped = False
         self.last_change: Change = ([], [])
@@ -164,10 +164,10 @@ class Watch:
             and not all(p.requires_grad for p in self._all())
         )
         self._in_place = not (self._sharded or self.in_pipeline) and adds_in_place(self._module)
-        self._look()
+        self._read_gradients()
         pairs = zip(self._parameters, self._grads, strict=True)
         left = [p for p, g in pairs if g is not None and (self._streams or _is_spent(g))]
-        self._stale = norms_of(left)
+        self._norms_before = norms_of(left)
 
     def before_backward(self, backward: int) -> None:
         """Compare as the backward with this id begins."""
@@ -186,11 +186,11 @@ class Watch:
         if not self.watches:
             return True
         grads, versions = self._grads, self._versions
-        if self._in_place and self._has_looked and not self._replaces:
-            changed = self._follow()
+        if self._in_place and self._has_read and not self._replaces:
+            changed = self._read_changed_gradients()
         else:
-            self._look()
-            self._has_looked = True
+            self._read_gradients()
+            self._has_read = True
             changed = versions != self._versions or any(map(is_not, grads, self._grads))
         self.last_change = versions, self._versions
         now = self._versions_of([p.grad for p in self._neighbours])
@@ -219,7 +219,7 @@ class Watch:
             self._note(_HELD.format("though the window ends"))
         if len(now) != len(self._parameters) or any(map(is_not, now, self._parameters)):
             self._note(_OTHER_PARAMETERS)
-        if self._stale and any(read(self._stale)):
+        if self._norms_before and any(read(self._norms_before)):
             self._note(_LEFT)
         if self._found is not None:
             raise RuntimeError(self._found)
@@ -231,7 +231,7 @@ class Watch:
     # adds in place, versions of the gradients that we hold show all but a replaced one, which keeps
     # its version over the next backward. Engines that replace gradients need the full walk.
 
-    def _look(self) -> None:
+    def _read_gradients(self) -> None:
         """Read all gradients and their versions."""
         assert self._parameters is not None
         self._grads = [p.grad for p in self._parameters]
@@ -250,8 +250,8 @@ class Watch:
         assert self._parameters is not None
         return all(self._parameters[i].grad is None for i in self._without)
 
-    def _follow(self) -> bool:
-        """As :meth:`_look`, but reads anew only gradients that this backward did not write into."""
+    def _read_changed_gradients(self) -> bool:
+        """As :meth:`_read_gradients`, but reads anew only those that this backward left alone."""
         assert self._parameters is not None
         old = self._versions
         self._versions = new = self._versions_of(self._grads)

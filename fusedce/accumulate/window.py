@@ -224,12 +224,12 @@ class Window:
             )
 
     def _check_factors(self) -> None:
-        """Raise unless each gradient arrived times the engine's factor, and the same loss scale."""
-        arrived = [(m, g) for m in self.done if (g := m.upstream_grad) is not None]
-        values = read(g.double() for _, g in arrived)
+        """Raise unless each gradient came times the engine's factor, and the same loss scale."""
+        with_gradient = [(m, g) for m in self.done if (g := m.upstream_grad) is not None]
+        values = read(g.double() for _, g in with_gradient)
         scale = 1.0 if self._loss_scale is None else float(self._loss_scale)
         scaled_by = set()
-        for x, (record, _) in zip(values, arrived, strict=True):
+        for x, (record, _) in zip(values, with_gradient, strict=True):
             factors = [x / f for f in record.expected_factors]
             if any(map(math.isnan, factors)):
                 continue

@@ -142,7 +142,7 @@ def test_samples_that_fill_up_are_counted_once(rank):
         acc, meter = LossAccumulator.from_accelerator(engine), LossMeter()
         for batch in engine.prepare(DataLoader(samples(), batch_size=2)):
             if masked:
-                batch = acc.without_repeats(batch)
+                batch = acc.mask_repeated_samples(batch)
             meter.update(fused_ce(batch["hidden"], weight, batch["labels"]))
         metrics = meter.compute()
         if masked:
@@ -156,4 +156,4 @@ def test_samples_that_fill_up_are_counted_once(rank):
 
 def test_one_process_repeats_nothing():
     alone = {"labels": torch.ones(2, 3)}
-    assert LossAccumulator().without_repeats(alone) is alone
+    assert LossAccumulator().mask_repeated_samples(alone) is alone
