@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 
 class Countdown:
@@ -41,13 +41,3 @@ def pairs(rows: Mapping[str, str]) -> Iterator[str]:
     """Lines of names and values, the values below each other."""
     width = max(map(len, rows))
     return (f"  {name:{width}}  {value}" for name, value in rows.items())
-
-
-def table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Rows below the names of their columns."""
-    names = list(rows[0])
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
-    lines = [{name: name for name in names}, {name: "-" * widths[name] for name in names}, *rows]
-    return "\n".join(
-        "  ".join(f"{line[name]:{widths[name]}}" for name in names).rstrip() for line in lines
-    )
