@@ -42,9 +42,10 @@ test test-slow test-all: $(STAMP)
 	if [ $$status = 0 ]; then end="passed"; else end="FAILED: $$(paste -sd ' ' $$FAILED_TESTS)"; fi; \
 	rm $$FAILED_TESTS; echo "== $@: $$end ($$(($$(date +%s) - begin)) s: $${parts#, })"; exit $$status
 
-# Two processes of one thread each. pytest prints the slowest tests, here and in CI.
+# Two processes of one thread each. pytest prints the slowest tests, here and in CI. Each test seeds
+# itself (tests/conftest.py), so that a test draws the same in every order.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --durations=20 $(if $(JITTER),--jitter $(JITTER)) \
-	$(if $(ORDER),--shuffle $(ORDER))
+	$(if $(ORDER),-p randomly --randomly-seed=$(ORDER) --randomly-dont-reset-seed)
 
 quick: CHOSEN ?= -m "not slow"
 quick: $(STAMP)

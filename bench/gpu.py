@@ -40,14 +40,14 @@ if "--dry" in sys.argv:
 
 import torch
 import torch.nn.functional as F
-from lib.engine import peak_of_call, time_call
-from lib.problems import DIVERGENCES, LOSSES, OPTIONS, Spec, errors, make_inputs, tiny
+from lib import engine
+from lib.losses import DIVERGENCES, FLOOR, LOSSES, OPTIONS, bare_gemms
+from lib.problems import Spec, errors, make_inputs, tiny
 from lib.results import FOLDER, ROOT, device_name, source, versions, write
 from lib.tables import markdown, put
 from torch import Tensor
 
 import fusedce
-from fusedce.tools.bench import FLOOR, bare_gemms
 
 DRY = "--dry" in sys.argv
 DEVICE = "cpu" if DRY else "cuda"
@@ -301,27 +301,18 @@ def clocks() -> str:
 
 def measure(calls: dict[str, Call], rounds: int) -> dict[str, dict[str, Any]]:
     """A row for each call, by name; what fails says so in its row."""
-    rows: dict[str, dict[str, Any]] = {name: {} for name in calls}
-    for name, call in calls.items():
-        try:
-            begin = time.perf_counter()
-            call()
-            rows[name] = {"first_s": round(time.perf_counter() - begin, 2)}
-            if not DRY:  # what a step leaves, its gradients, was there before
-                rows[name]["peak_mib"] = peak_of_call(call, DEVICE) // 2**20
-        except Exception as error:
-            rows[name] = {"failed": f"{type(error).__name__}: {str(error).strip()[:150]}"}
-    alive = [name for name in calls if "failed" not in rows[name]]
-    times: dict[str, list[dict[str, float]]] = {name: [] for name in alive}
-    for turn in range(rounds if alive else 0):
-        at = turn % len(alive)
-        for name in alive[at:] + alive[:at]:
-            found = time_call(calls[name], DEVICE, 1 if DRY else 10)
-            times[name].append({kind: median(x) for kind, x in found.items()})
-    for name, found in times.items():
-        for kind, key in (("seconds", "ms"), ("wall_seconds", "wall_ms")):
-            if found and kind in found[0]:
-                rows[name][key] = round(1e3 * median([x[kind] for x in found]), 3)
+    rows: dict[str, dict[str, Any]] = {}
+    measured = engine.measure(calls, DEVICE, rounds=rounds, burst=1 if DRY else 10, peaks=not DRY)
+    for name, found in measured.items():
+        if "failed" in found:
+            rows[name] = found
+            continue
+        row = rows[name] = {"first_s": round(found["first_seconds"], 2)}
+        if not DRY:  # what a step leaves, its gradients, was there before
+            row["peak_mib"] = found["extra_peak_bytes"] // 2**20
+        for kind, key in (("rounds", "ms"), ("wall_seconds", "wall_ms")):
+            if kind in found:
+                row[key] = round(1e3 * median(found[kind]), 3)
     return rows
 
 

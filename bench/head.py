@@ -1,10 +1,9 @@
 """Time and peak memory of a whole step of a causal LM, with and without a replaced head.
 
-    python bench/head.py               # a table, and bench/results/head-cpu.json
-    python bench/head.py --device cuda
+    python bench/head.py    # a table, and bench/results/head-cpu.json
 
 The model is a small Llama with a large vocabulary, whose logits fill most of the memory. Each peak
-comes from a fresh process, times from interleaved calls of both models in one process.
+comes from a fresh process, times from calls of both models by turns in one process.
 """
 
 from __future__ import annotations
@@ -18,16 +17,17 @@ from typing import Any
 
 import torch
 import transformers
+from lib.engine import measure
+from lib.peaks import peak_extra_bytes
 from lib.results import FOLDER, versions, write
 from lib.tables import markdown, mebibytes, milliseconds, put
 
 import fusedce
-from fusedce import measure as _measure
 
 SHAPE = {"batch": 4, "tokens": 256, "hidden": 256, "layers": 2, "vocabulary": 128256}
 
 
-def make_step(fused: bool, training: bool, device: str, dtype: str) -> Callable[[], object]:
+def make_step(fused: bool, training: bool) -> Callable[[], object]:
     """One training step (forward, backward) or evaluation step of the model, as Trainer does it."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -35,11 +35,11 @@ def make_step(fused: bool, training: bool, device: str, dtype: str) -> Callable[
         num_hidden_layers=SHAPE["layers"], num_attention_heads=4, use_cache=False,
         tie_word_embeddings=True, max_position_embeddings=SHAPE["tokens"],
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).to(device, getattr(torch, dtype))
+    model = transformers.LlamaForCausalLM(config)
     if fused:
         fusedce.replace_loss_head(model)
     shape = (SHAPE["batch"], SHAPE["tokens"])
-    ids = torch.randint(0, SHAPE["vocabulary"], shape, device=device)
+    ids = torch.randint(0, SHAPE["vocabulary"], shape)
     labels = ids.clone()
     labels[:, : SHAPE["tokens"] // 4] = -100
 
@@ -72,32 +72,25 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    sys.path.insert(0, str(Path(__file__).parent))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--readme", type=Path, help="file whose marked table to rewrite")
-    parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     rows = []
     for mode in ("training", "evaluation"):
-        kwargs = {"training": mode == "training", "device": args.device, "dtype": args.dtype}
-        calls = {n: make_step(n == "fusedce", **kwargs) for n in ("native", "fusedce")}
+        training = mode == "training"
+        calls = {n: make_step(n == "fusedce", training) for n in ("native", "fusedce")}
         losses = {n: call() for n, call in calls.items()}
         assert abs(losses["native"] - losses["fusedce"]) < 1e-5 * losses["native"], losses
-        seconds = _measure.median_seconds(calls, args.repeats)
-        for name in calls:
-            peak = _measure.peak_extra_bytes(
-                "head:make_step", {"fused": name == "fusedce", **kwargs}, device=args.device
-            )
-            rows.append(
-                {"step": mode, "head": name, "seconds": seconds[name], "extra_peak_bytes": peak}
-            )
+        for name, found in measure(calls, "cpu", rounds=5).items():
+            kwargs = {"fused": name == "fusedce", "training": training}
+            peak = peak_extra_bytes("head:make_step", kwargs)
+            row = {"step": mode, "head": name, "seconds": sorted(found["seconds"])}
+            rows.append(row | {"extra_peak_bytes": peak})
     print(table(rows))
     if args.readme:
-        put(args.readme, f"head {args.device}", table(rows))
-    data = {"shape": SHAPE, "device": args.device, "dtype": args.dtype, "rows": rows}
-    write(FOLDER / f"head-{args.device}.json", data | {"versions": versions()})
+        put(args.readme, "head cpu", table(rows))
+    data = {"shape": SHAPE, "device": "cpu", "dtype": "float32", "rows": rows}
+    write(FOLDER / "head-cpu.json", data | {"versions": versions()})
 
 
 if __name__ == "__main__":

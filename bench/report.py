@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from lib.engine import median
+from lib.losses import FLOOR
 from lib.results import Row, caption, problem
 from lib.tables import markdown, marked, mebibytes, milliseconds, put
-
-from fusedce.tools.bench import FLOOR
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:

@@ -1,4 +1,4 @@
-"""The command ``fusedce``: run, audit, check, plan, bench, doctor.
+"""The command ``fusedce``: run, audit, check, plan, doctor.
 
 Each command imports only the modules it needs, so that ``--help`` does not wait for torch. Findings
 go to standard output, as text or with ``--json`` as one JSON value and nothing else; progress and
@@ -23,7 +23,7 @@ except ModuleNotFoundError:
     sys.exit("fusedce's commands need click: pip install 'fusedce[cli]'")
 
 from fusedce.tools import script
-from fusedce.tools.model_sizes import UserError, integers
+from fusedce.tools.model_sizes import UserError
 
 _NOT_FUSED = 3
 _EXTRAS = {
@@ -177,31 +177,6 @@ def plan(model: str, tokens: int, dtype: str, device: str) -> Answer:
 
 
 @_command
-@click.option("--shape", default="1024,256,16384", show_default=True, metavar="N,H,V",
-              help="Tokens, hidden size, vocabulary.")  # fmt: skip
-@click.option("--dtype", **_DTYPE, help="Default: fp32 on a CPU, bf16 elsewhere.")
-@click.option("--device", help="A device of torch; default: the accelerator, if any.")
-@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True,
-              help="Timed calls of each implementation.")  # fmt: skip
-@click.option(
-    "--compile", "compiled", is_flag=True, help="Also time torch.compile of the eager loss."
-)
-def bench(
-    shape: str, dtype: str | None, device: str | None, repeats: int, compiled: bool
-) -> Answer:
-    """Measure time and memory of the loss on this machine, beside the peers installed here."""
-    (N, H, V), device = integers(shape, "N,H,V"), _device(device)
-    from fusedce.tools import bench as tool
-
-    found = tool.bench(
-        (N, H, V), dtype=dtype or ("fp32" if device == "cpu" else "bf16"), device=device,
-        repeats=repeats, compiled=compiled, progress=_say,
-    )  # fmt: skip
-    hint = "" if compiled else "\nCompiled eager: add --compile (most of a minute more)."
-    return found, tool.text(found) + hint, 0
-
-
-@_command
 def doctor() -> Answer:
     """Report the backends of this machine, why they run, and a self-check, for a bug report."""
     from fusedce.tools.doctor import report, text
@@ -276,21 +251,6 @@ def _audited(steps: int, averaged: bool) -> Any:
             optimizer.zero_grad()
             report.log(logged)
     return report
-
-
-def _device(name: str | None) -> str:
-    """``name`` if torch can create tensors there; without a name, CUDA or else the CPU."""
-    import torch
-
-    if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as problem:
-        raise UserError(
-            f"--device: cannot use {name!r} here: {str(problem).splitlines()[0]}"
-        ) from None
-    return name
 
 
 def _say(line: str) -> None:

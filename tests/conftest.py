@@ -34,10 +34,6 @@ def pytest_addoption(parser):
         "--jitter", type=int, default=0, metavar="SEED",
         help="sum products in an order drawn from SEED, as another CPU would (0: as they are)",
     )  # fmt: skip
-    parser.addoption(
-        "--shuffle", type=int, default=0, metavar="SEED",
-        help="run the tests in an order drawn from SEED (0: as they stand)",
-    )  # fmt: skip
 
 
 def pytest_configure(config):
@@ -131,8 +127,6 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if seed := config.getoption("--shuffle"):
-        random.Random(seed).shuffle(items)
     if os.environ["TRITON_INTERPRET"] == "0" and torch.accelerator.is_available():
         return
     skip = pytest.mark.skip(reason="needs a GPU that this process sees: `make gpu`")

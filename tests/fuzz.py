@@ -20,8 +20,9 @@ TESTS = Path(__file__).parent
 
 
 def command_of(seed: int, arguments: list[str]) -> list[str]:
-    drawn = (f"--hypothesis-seed={seed}", f"--shuffle={seed}")
-    options = ("--hypothesis-profile=fuzz", *drawn, "-m", "hypothesis")
+    order = ("-p", "randomly", f"--randomly-seed={seed}", "--randomly-dont-reset-seed")
+    drawn = ("--hypothesis-profile=fuzz", f"--hypothesis-seed={seed}", *order)
+    options = (*drawn, "-m", "hypothesis")
     return [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *options, *arguments]
 
 

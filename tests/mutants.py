@@ -1,8 +1,8 @@
 """Deliberate breakages of the code, each with the tests that must turn red.
 
 `mutants.jsonl` has one a line: an area, a name that says what goes wrong, a text in the code, the
-text put in its place, and tests. They break what code means; `tests/mutate_generated.py` draws what
-a generator makes (another number, another operator).
+text put in its place, and tests. They break what code means, and none is one that cosmic-ray makes:
+`tests/mutate_generated.py` draws those (another number, another operator).
 
 The old text must occur exactly once in the package, `kernels/` included; no file is named, so code
 may move. The tests are a file (its name, or the end of its path where two have the same name), and

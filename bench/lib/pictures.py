@@ -18,8 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from fusedce.tools.bench import FLOOR
-
+from .losses import FLOOR
 from .results import Row, problem
 
 MiB = 2**20
@@ -89,13 +88,6 @@ def log_ticks(axes: Axes, axis: str, values: Sequence[float]) -> None:
     scale.set_minor_locator(NullLocator())
     scale.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
     (axes.set_xlim if axis == "x" else axes.set_ylim)(low, high)
-
-
-def with_peaks(rows: Sequence[Row]) -> list[Row]:
-    """Rows of training steps whose peak was measured: a suite of its own on a CPU."""
-    measured = [r for r in rows if r.get("extra_peak_bytes") is not None]
-    suites = {r["suite"] for r in measured}
-    return [r for r in measured if r["suite"] == ("memory" if "memory" in suites else "time")]
 
 
 def _mib(x: float) -> str:
@@ -282,7 +274,7 @@ def overview(
     Raises:
         ValueError: no problem has both a time and a peak.
     """
-    memory = with_peaks(rows)
+    memory = [r for r in rows if r["suite"] == "memory" and r.get("extra_peak_bytes") is not None]
     time = [r for r in rows if r["suite"] == "time" and r["median"] and r["name"] != FLOOR]
     of = {problem(r)[1:] for r in memory} & {problem(r)[1:] for r in time}
     if not of:

@@ -82,8 +82,7 @@ def caption(data: dict[str, Any]) -> str:
     known = [f"{k} {v}" for k, v in data["versions"].items() if v != "not installed"]
     dates = sorted({row["date"] for row in data.get("rows", ()) if "date" in row})
     when = [" to ".join(dict.fromkeys((dates[0], dates[-1])))] if dates else []
-    limits = [f"emulated, {data['limits']}"] if data.get("limits") else []
-    return "; ".join([data["device"], *limits, ", ".join(known), *when])
+    return "; ".join([data["device"], ", ".join(known), *when])
 
 
 def write(path: Path, data: Any) -> None:
@@ -101,10 +100,10 @@ def _place(data: dict[str, Any]) -> tuple[Any, ...]:
 class Results:
     """Rows of one file, by problem; all of one device and of this run's versions."""
 
-    def __init__(self, path: Path, device: str, **more: Any) -> None:
+    def __init__(self, path: Path, device: str) -> None:
         self.path = path
         self.stamp = {"date": datetime.date.today().isoformat(), "source": source()}
-        self.data = {"device": device_name(device), "versions": versions(), **more, "rows": []}
+        self.data = {"device": device_name(device), "versions": versions(), "rows": []}
         if path.exists():
             old = json.loads(path.read_text())
             if _place(old) == _place(self.data):
@@ -112,36 +111,14 @@ class Results:
             else:
                 print(f"{path} is of another place and begun anew: {caption(old)}")
 
-    def rows(self, key: tuple[Any, ...]) -> dict[str, Row]:
-        """Rows of the problem that were measured with this code, by name, finished or not."""
-        mine = (r for r in self.data["rows"] if problem(r) == key)
-        return {r["name"]: r for r in mine if r.get("source") == self.stamp["source"]}
-
     def has(self, key: tuple[Any, ...]) -> bool:
-        """Whether the problem was measured to its end with this code."""
+        """Whether the problem was measured with this code."""
         found = [r for r in self.data["rows"] if problem(r) == key]
-        return bool(found) and all(
-            r.get("source") == self.stamp["source"] and not r.get("unfinished") for r in found
-        )
+        return bool(found) and all(r.get("source") == self.stamp["source"] for r in found)
 
     def put(self, rows: Sequence[Row]) -> None:
         """Replace the rows of the problem they belong to, and write the file."""
         keys = {problem(row) for row in rows}
         kept = [r for r in self.data["rows"] if problem(r) not in keys]
         self.data["rows"] = kept + [row | self.stamp for row in rows]
-        write(self.path, self.data)
-
-    def more(self, **fields: Any) -> None:
-        """Write fields beside the rows."""
-        self.data |= fields
-        write(self.path, self.data)
-
-    def put_unfinished(self, row: Row) -> None:
-        """Write one row of a problem whose other rows are still to come or to grow.
-
-        A run that is killed loses what came after the last such row; the next one goes on there.
-        """
-        key = problem(row), row["name"]
-        kept = [r for r in self.data["rows"] if (problem(r), r["name"]) != key]
-        self.data["rows"] = [*kept, row | self.stamp | {"unfinished": True}]
         write(self.path, self.data)

@@ -2,34 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-
-
-class Countdown:
-    """Says which of ``n`` steps of a long command begins, and how long the rest takes.
-
-    Attributes:
-        seconds: how long each of the steps so far took.
-    """
-
-    def __init__(self, n: int, say: Callable[[str], None]) -> None:
-        self.n, self.say = n, say
-        self.seconds: list[float] = []
-        self._began: float | None = None
-
-    def last(self) -> float:
-        """Seconds since the last step began."""
-        return time.monotonic() - (self._began or time.monotonic())
-
-    def step(self, text: str, left: float | None = None) -> None:
-        """Begin the next step; ``left``: estimated seconds until the end, this step included."""
-        now = time.monotonic()
-        if self._began is not None:
-            self.seconds.append(now - self._began)
-        self._began = now
-        rest = "" if left is None else f", about {max(left, 1):.0f} s left"
-        self.say(f"{len(self.seconds) + 1} of {self.n}: {text}{rest}")
+from collections.abc import Iterator, Mapping
 
 
 def size(count: int) -> str:
@@ -41,13 +14,3 @@ def pairs(rows: Mapping[str, str]) -> Iterator[str]:
     """Lines of names and values, the values below each other."""
     width = max(map(len, rows))
     return (f"  {name:{width}}  {value}" for name, value in rows.items())
-
-
-def table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Rows below the names of their columns."""
-    names = list(rows[0])
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
-    lines = [{name: name for name in names}, {name: "-" * widths[name] for name in names}, *rows]
-    return "\n".join(
-        "  ".join(f"{line[name]:{widths[name]}}" for name in names).rstrip() for line in lines
-    )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedce.head.replace import head_report, replace_loss_head
-from fusedce.tools import Countdown, pairs
+from fusedce.tools import pairs
 from fusedce.tools.model_sizes import UserError, class_of, config_of, load
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ def check(
         raise ModuleNotFoundError("No module named 'peft'", name="peft")  # now, not after minutes
     from transformers import logging
 
-    countdown = Countdown(3 if dtype == "fp32" and not compiled else 4, progress)
-    countdown.step(f"loading {model}" if full else f"building {model} small")
+    progress(f"loading {model}" if full else f"building {model} small")
     logging.set_verbosity_error()  # transformers warns of small configurations
     if full:
         module = load(model).float()
@@ -61,7 +60,7 @@ def check(
         kind = class_of(model, config)
         # Without a user's configuration, set scales and caps that make a wrong loss visible.
         module = build(kind, config, steps=model in (kind.__name__, config.model_type))
-    return _compare(_with_lora(module) if peft else module, dtype, compiled, countdown)
+    return _compare(_with_lora(module) if peft else module, dtype, compiled, progress)
 
 
 def _with_lora(module: nn.Module) -> nn.Module:
@@ -76,16 +75,18 @@ def _with_lora(module: nn.Module) -> nn.Module:
     return get_peft_model(module, lora)
 
 
-def _compare(module: nn.Module, dtype: str, compiled: bool, countdown: Countdown) -> dict[str, Any]:
+def _compare(
+    module: nn.Module, dtype: str, compiled: bool, progress: Callable[[str], None]
+) -> dict[str, Any]:
     inputs = batch(module.config)  # type: ignore[arg-type]
-    countdown.step("running it as it is, in float32")
+    progress("running it as it is, in float32")
     exact = run(module, inputs)
     low = copy.deepcopy(module).to(_DTYPES[dtype])
     native = exact
     if dtype != "fp32" or compiled:
-        countdown.step(f"running it as it is, in {dtype}{', compiled' if compiled else ''}")
+        progress(f"running it as it is, in {dtype}{', compiled' if compiled else ''}")
         native = run(low, inputs, compiled)
-    countdown.step("running it with a replaced head", countdown.last())
+    progress("running it with a replaced head")
     why: tuple[str, ...] = ()
     try:
         replace_loss_head(low)

@@ -22,26 +22,16 @@ class UserError(ValueError):
     """A mistake of the user: the command line prints its message without a traceback."""
 
 
-def integers(text: str, names: str) -> list[int]:
-    """The sizes in ``text``, one for each of ``names``, with "," or "x" between them.
-
-    Raises:
-        UserError: it is something else, or one is not positive.
-    """
-    parts = re.split("[,x]", text)
-    if len(parts) != len(names.split(",")) or not all(p.isdecimal() and int(p) for p in parts):
-        raise UserError(f"{names} must be integers, each at least 1, with commas, got {text!r}")
-    return [int(p) for p in parts]
-
-
 def sizes(model: str) -> tuple[int, int]:
     """H and V of ``model``; only those of a configuration need transformers.
 
     Raises:
-        UserError: there is no such model, or its configuration names no sizes.
+        UserError: there is no such model, its configuration names no sizes, or one is 0.
     """
     if re.fullmatch(r"\d+[,x]\d+", model):
-        H, V = integers(model, "H,V")
+        H, V = map(int, re.split("[,x]", model))
+        if not (H and V):
+            raise UserError(f"H,V must be integers, each at least 1, with commas, got {model!r}")
         return H, V
     of_text: Any = config_of(model).get_text_config(decoder=True)
     if not getattr(of_text, "hidden_size", None) or not getattr(of_text, "vocab_size", None):

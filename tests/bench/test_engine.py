@@ -1,58 +1,46 @@
-"""The measuring engine: processes, failures, and times by a device's events."""
+"""The measuring engine: turns, failures, and times by a device's events."""
+
+import time
 
 import pytest
 import torch
-from lib import engine
-from lib.engine import Call, Engine
+from lib import engine, peaks
 
 
-@pytest.mark.slow
-def test_calls_are_timed_in_processes_and_what_goes_wrong_is_a_row():
-    calls = {
-        "one": Call("support.calls:worker", {"seconds": 0.02}, "sound"),
-        "two": Call("support.calls:worker", {"seconds": 0.06}, "sound"),
-        "raises": Call("support.calls:raises", {}, "sound"),
-        "dies": Call("support.calls:dies", {}, "dies"),
+def works(seconds):
+    """Takes that much processor time, which sleeping does not."""
+
+    def call():
+        end = time.process_time() + seconds
+        while time.process_time() < end:
+            pass
+
+    return call
+
+
+def raises():
+    raise ValueError("as meant")
+
+
+def test_calls_are_timed_and_what_goes_wrong_is_a_row():
+    calls = {"one": works(0.02), "two": works(0.06), "raises": raises}
+    rows = engine.measure(calls, "cpu", rounds=2, burst=2)
+    assert rows["raises"] == {"failed": "ValueError: as meant"}
+    for row, least in ((rows["one"], 0.02), (rows["two"], 0.06)):
+        assert len(row["seconds"]) == 4
+        assert len(row["rounds"]) == 2
+        assert min(row["seconds"]) >= least
+    assert engine.measure({"x": raises}, "cpu", rounds=2) == {
+        "x": {"failed": "ValueError: as meant"}
     }
-    with Engine("cpu", rounds=2, calls=2, timeout=300) as made:
-        assert made.ask("sound", "os:getpid", {})[1] != made.ask("dies", "os:getpid", {})[1]
-        rows = made.measure(calls)
-        assert rows["dies"] == {"failed": "process ended with status 7"}
-        assert rows["raises"] == {"failed": "ValueError: as meant"}
-        for row, least in ((rows["one"], 0.02), (rows["two"], 0.06)):
-            assert len(row["seconds"]) == 4
-            assert row["seconds"] == sorted(row["seconds"])
-            assert row["seconds"][0] >= least
-
-        made.timeout = 3  # the process is up: only what never ends takes that long
-        status, why = made.ask("sound", "time:sleep", {})
-        assert (status, why.split(":")[0]) == ("error", "TypeError")
-        hangs = Call("support.calls:worker", {"seconds": 3600}, "sound")
-        assert made.measure({"x": hangs}) == {"x": {"failed": "no answer in 3 s"}}
-    assert made._workers == {}
 
 
-@pytest.mark.slow
-def test_rounds_that_were_measured_before_are_not_measured_again():
-    call = Call("support.calls:worker", {"seconds": 0.01}, "sound", leaves=7)
-    grown = []
-    with Engine("cpu", rounds=3, calls=1, timeout=300) as made:
-        held = {"x": {"seconds": [9.0], "rounds": [9.0], "name": "x"}}
-        row = made.measure({"x": call}, held=held, on_row=lambda *a: grown.append(a))["x"]
-        assert len(row["rounds"]) == len(row["seconds"]) == 3
-        assert row["rounds"][0] == row["seconds"][-1] == 9.0
-        assert len(grown) == 2  # a burst each
-        assert made.measure({"x": call}, held={"x": row}) == {"x": row}
-
-
-@pytest.mark.slow
-def test_memory_on_a_cpu_comes_from_a_fresh_process():
-    target = Call("support.memory:known", {"kept": 24, "freed": 0}, "memory")
-    with Engine("cpu") as made:
-        rows = made.measure({"x": target}, time=False, memory=("x",))
-        assert made._workers == {}
-    # what the process itself allocates meanwhile is about a MiB
-    assert rows["x"]["extra_peak_bytes"] == pytest.approx(24 * 2**20, rel=0.1)
+def test_calls_are_made_by_turns_that_start_anywhere():
+    made = []
+    calls = {name: lambda name=name: made.append(name) for name in "ab"}
+    rows = engine.measure(calls, "cpu", rounds=2)
+    assert made == ["a", "b", "a", "b", "b", "a"]  # the first calls warm up
+    assert all(len(row["rounds"]) == 2 for row in rows.values())
 
 
 class FakeDevice:
@@ -124,7 +112,15 @@ def test_few_calls_are_made_of_a_slow_one_and_no_more_than_asked_of_a_fast_one(d
 
 
 def test_peak_of_a_device_is_its_allocators_above_the_level_before(device):
-    assert engine.peak_of_call(device.call, "cuda") == 700
+    assert peaks.device_peak(device.call, "cuda") == 700
+
+
+def test_a_row_on_a_device_has_its_peak_and_the_median_of_each_round(device):
+    row = engine.measure({"x": device.call}, "cuda", rounds=2, burst=10, peaks=True)["x"]
+    assert row == {
+        "first_seconds": 0.25, "extra_peak_bytes": 700, "seconds": [0.25] * 6,
+        "wall_seconds": [0.25] * 2, "rounds": [0.25] * 2,
+    }  # fmt: skip
 
 
 def test_the_median_is_of_the_devices_own_seconds():

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import recording
 import report
 from lib import pictures
 from lib.tables import markdown
@@ -38,8 +37,6 @@ def test_the_overview_needs_a_time_and_a_peak_of_one_problem(losses, gaps, tmp_p
     timed = [r for r in losses if r["suite"] == "time"]
     with pytest.raises(ValueError, match="no problem has a time and a peak"):
         pictures.overview(timed, gaps, "a device", tmp_path, "cpu")
-    both = [r | {"extra_peak_bytes": 2**20} for r in timed]  # as on a GPU
-    assert all(p.exists() for p in pictures.overview(both, gaps, "a device", tmp_path, "cuda"))
 
 
 def test_a_gpu_s_peers_are_drawn(tmp_path):
@@ -62,17 +59,6 @@ def test_stacks_are_drawn_by_the_distance_of_their_gradients(tmp_path):
     assert pictures.stacks(rows, tmp_path / "s.png").stat().st_size > 10_000
     assert pictures.gradient_error(4.0, 0.0) == 3.0
     assert pictures.gradient_error(1.0, 0.5**0.5) == pytest.approx(1.0)
-
-
-def test_a_recording_is_drawn_as_it_was_written(tmp_path):
-    cast = (RESULTS.parents[1] / "docs" / "audit.cast").read_text().splitlines()
-    events = [(at, text) for at, _, text in map(json.loads, cast[1:])]
-    recording.gif(events, tmp_path / "a.gif")
-    assert Image.open(tmp_path / "a.gif").n_frames == len(events)
-    assert recording.cast(events).splitlines() == cast
-    assert recording.without_pauses([(0.0, "a"), (9.0, "b"), (9.5, "c")])[1:] == [
-        (2.0, "b"), (2.5, "c")
-    ]  # fmt: skip
 
 
 def test_accumulation_is_drawn_regime_by_regime(gaps, tmp_path):

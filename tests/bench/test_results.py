@@ -36,20 +36,6 @@ def test_every_problem_is_on_disk_at_once_and_is_not_measured_again(tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_unfinished_rows_are_on_disk_and_are_gone_on_with(tmp_path):
-    file = tmp_path / "loss.json"
-    first = results.Results(file, "cuda")
-    for row in (*rows(8), rows(8, seconds=[1.0])[1]):
-        first.put_unfinished(row)
-    again = results.Results(file, "cuda")
-    key = results.problem(rows(8)[0])
-    assert not again.has(key)
-    assert again.rows(key)["fused_ce"]["seconds"] == [1.0]
-    assert set(again.rows(key)) == {"bare GEMMs", "fused_ce"}
-    again.put(rows(8))
-    assert again.has(key)
-
-
 def test_other_code_is_measured_again(tmp_path, monkeypatch):
     file = tmp_path / "loss.json"
     results.Results(file, "cuda").put(rows())

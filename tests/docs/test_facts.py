@@ -1,7 +1,6 @@
 """Files, commands and options that the texts name exist; figures in prose are those of the data."""
 
 import importlib
-import importlib.util
 import json
 import re
 import statistics
@@ -119,26 +118,18 @@ def test_figures_of_the_pages():
         assert shown in call("plan", "4096x128256", "--tokens", "8192", "--device", "H200").output
 
 
-def bench_script(monkeypatch, name):
-    monkeypatch.syspath_prepend(ROOT / "bench")
-    spec = importlib.util.spec_from_file_location(f"bench_{name}", ROOT / "bench" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_tables_of_the_gpu_are_those_of_the_data(monkeypatch, tmp_path):
+def test_tables_of_the_gpu_are_those_of_the_data(tmp_path):
     text, copy = TEXTS["docs/benchmarks.md"], tmp_path / "page.md"
     copy.write_text(re.sub(r"(<!-- gpu \w+ -->\n).*?(?=<!-- end)", r"\1", text, flags=re.DOTALL))
     data = json.loads((RESULTS / "gpu-h200.json").read_text())
-    bench_script(monkeypatch, "gpu").tables(data, copy)
+    importlib.import_module("gpu").tables(data, copy)
     assert copy.read_text() == text
     assert text.count("<!-- gpu ") == 5
 
 
-def test_the_table_of_stacks_is_that_of_the_data(monkeypatch):
+def test_the_table_of_stacks_is_that_of_the_data():
     measured = json.loads((RESULTS / "stacks.json").read_text())["rows"]
-    made = bench_script(monkeypatch, "stacks").table(measured)
+    made = importlib.import_module("stacks").table(measured)
     assert f"<!-- stacks -->\n{made}\n" in TEXTS["docs/stacks.md"]
 
 
@@ -165,9 +156,9 @@ def test_a_decimal_in_prose_stands_in_the_data_the_log_or_a_test():
         assert [x for x in found if x not in known and x not in ELSEWHERE] == [], name
 
 
-def test_counted_memory_is_what_the_plan_counts(monkeypatch):
+def test_counted_memory_is_what_the_plan_counts():
     """`python bench/memory.py` draws it anew."""
-    counted = bench_script(monkeypatch, "memory").counted()
+    counted = importlib.import_module("memory").counted()
     assert counted == json.loads((RESULTS / "memory.json").read_text())
 
 

@@ -6,13 +6,13 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from lib.peaks import peak_extra_bytes
 from support.attacks import both, same
 from support.heads import H, V, ce, plain_model, tokens
 
 from fusedce import replace_loss_head
 from fusedce.head.gradient import LazyGradient
 from fusedce.head.lazy import LazyLogits
-from fusedce.measure import peak_extra_bytes
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,11 +1,10 @@
 """Models of transformers: training, evaluation, generation, and heads that come later."""
 
 import copy
-import importlib
-from pathlib import Path
 
 import peft
 import pytest
+import sweep_heads
 import torch
 from accelerate import big_modeling
 from support.attacks import both
@@ -30,13 +29,11 @@ def run(model):
 
 
 @pytest.mark.parametrize("model_type", CLASSES)
-def test_classes_of_transformers(monkeypatch, model_type):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
-    sweep = importlib.import_module("sweep_heads")
-    names = sweep.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def test_classes_of_transformers(model_type):
+    names = sweep_heads.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if model_type not in names:
         pytest.skip(f"this transformers has no causal LM {model_type}")
-    row = sweep.check(model_type, names[model_type])
+    row = sweep_heads.check(model_type, names[model_type])
     assert row.get("right"), row
     assert row["fused"], row
 

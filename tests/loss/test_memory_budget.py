@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lib.peaks import peak_extra_bytes
 from support.bounds import EXACT, SAME_SUMS
 from support.memory import H, N, V  # of the measuring process
 from support.oracle import by_token, summed
@@ -24,7 +25,6 @@ from fusedce.backends.torch import products, stats_and_grads, sum_grads
 from fusedce.backends.triton import sum_grads as triton_sum_grads
 from fusedce.backends.triton import vocab_tiles
 from fusedce.loss.cross_entropy import FusedLinearCrossEntropyLoss
-from fusedce.measure import peak_extra_bytes
 from fusedce.testing import OPTIONS, Case, cases, check
 
 BACKENDS = ["torch", "triton"]

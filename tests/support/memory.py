@@ -1,4 +1,4 @@
-"""Functions that `fusedce.measure.peak_extra_bytes` measures in its tests."""
+"""Functions that `lib.peaks.peak_extra_bytes` measures in its tests."""
 
 import functools
 import mmap

@@ -1,12 +1,11 @@
-"""Time and peak memory, against known allocations and those of the loss."""
+"""Peak memory, against known allocations and those of the loss."""
 
 import pytest
+from lib.peaks import peak_extra_bytes, reset_peak
 from support.params import slow
 
-from fusedce.measure import median_seconds, memory_method, peak_extra_bytes
-
 KNOWN = "support.memory:known"
-pytestmark = pytest.mark.skipif(memory_method() is None, reason="this system tells no memory")
+pytestmark = pytest.mark.skipif(not reset_peak(), reason="this system tells no memory")
 
 
 def mib(target, **kwargs):
@@ -41,12 +40,3 @@ def test_a_training_step_holds_no_logits(dtype, grad, most_mib):
 def test_a_call_that_fails_says_how():
     with pytest.raises(RuntimeError, match="no_such_function"):
         peak_extra_bytes("support.memory:no_such_function")
-
-
-def test_times_are_taken_in_rounds_that_start_anywhere():
-    calls = []
-    times = median_seconds({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2)
-    assert calls == ["a", "b", "b", "a", "a", "b"]  # the first round warms up
-    assert all(len(x) == 2 and x == sorted(x) for x in times.values())
-    with pytest.raises(ValueError, match="repeats must be >= 1, got 0"):
-        median_seconds({}, 0)
