@@ -280,11 +280,16 @@ def transformed() -> bool:
 
 
 def can_be_read(x: Tensor) -> bool:
-    """Whether ``x`` has values on the CPU, so that reading them does not synchronise."""
+    """Whether ``x`` has values on the CPU that no trace would make constants of.
+
+    There reading them does not synchronise.
+    """
     return (
         x.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and not transformed()
+        and torch._C._get_tracing_state() is None
+        and not torch._C._len_torch_dispatch_stack()  # make_fx
         and not is_fake(x)
     )
 

@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusedce import (
     count_valid,
@@ -133,3 +134,21 @@ def test_export_with_any_length(name):
     for n in LENGTHS:
         x = tuple(x.detach() for x in inputs(n))
         torch.testing.assert_close(loaded(*x), Module()(*x))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("trace", [torch.jit.trace, make_fx], ids=["jit.trace", "make_fx"])
+@pytest.mark.parametrize("name", ["mean", "statistics"])
+def test_a_trace_keeps_no_value_of_its_example(name, trace):
+    """A denominator above all."""
+    hidden, weight, labels = (x.detach() for x in inputs(5))
+
+    def function(h, y):
+        if name == "mean":
+            return fused_ce(h, weight, y).mean()
+        return fused_logprobs(h, weight, y, temperature=h[:, 0].exp()).logprob.sum()
+
+    example = hidden, labels
+    traced = trace(function, example) if trace is torch.jit.trace else trace(function)(*example)
+    others = hidden.flip(0), labels.clone().index_fill_(0, torch.tensor([1, 2]), -100)
+    torch.testing.assert_close(traced(*others), function(*others))

@@ -127,6 +127,25 @@ def test_smoothing_errs_as_rounding_the_exact_gradient_does(backend, smoothing, 
             assert (g.double() - e).norm() <= 3 * max(once, 1.6e-3 * e.norm())
 
 
+@pytest.mark.parametrize("backend", QUICK_ON_TORCH)
+@pytest.mark.parametrize(("H", "V"), [(17, 2100), (48, 700)])
+@pytest.mark.parametrize("size", [0.1, 0.01])
+def test_smoothing_of_nearly_even_logits_errs_no_more_than_eager(backend, H, V, size):
+    """A relative error that all probabilities of a token share is left over beside ``s / V``."""
+    labels = torch.randint(V, (64,))
+    h, w = torch.randn(64, H), torch.randn(V, H) * size / H**0.5
+
+    def grads(loss, dtype=torch.float32):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (h, w)]
+        return torch.autograd.grad(loss(*leaves, labels, label_smoothing=1.0).loss_sum, leaves)
+
+    exact = grads(reference_ce, torch.float64)
+    ours = grads(partial(fused_ce, backend=backend))
+    eager = grads(partial(reference_ce, dtype=torch.float32))
+    for g, e, x in zip(ours, eager, exact, strict=True):
+        assert (g.double() - x).norm() <= (e.double() - x).norm()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("smoothing", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("dtype", SMALL_FLOATS)

@@ -286,9 +286,11 @@ def _walk(
         # float32. A label of +inf makes all NaN.
         k, likeliest = largest(z) if argmax else (z.amax(0), None)
         z_label = take_labels(z, y)
-        others = exp_(z.sub_(k)).sum(0)  # at least 1 where the label is not the largest
+        # At least 1 where the label is not the largest. With label smoothing in float64: what all
+        # probabilities of a token err alike would be left over beside `s / V`.
+        others = exp_(z.sub_(k)).sum(0, dtype=torch.float64 if zmean else None)
         below = z_label - k
-        more = below.expm1().add_(others)  # the sum with the label's, less 1: exact where p -> 1
+        more = below.expm1().add(others)  # the sum with the label's, less 1: exact where p -> 1
         nll = more.log1p().sub_(below)  # two numbers that are never negative
         if train:
             share = more.add_(1).reciprocal_()
