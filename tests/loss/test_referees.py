@@ -209,7 +209,7 @@ def test_what_the_page_says_of_a_way_to_run_holds(name, way):
             WAYS[way](name)
 
 
-# ---- operators, as the functions call them with each of their options
+# ---- operators, as the functions call them
 
 
 def registered():
@@ -249,87 +249,49 @@ def _detached(x):
     return x.detach() if isinstance(x, torch.Tensor) else x
 
 
-def draw(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape) + shape[0]))
+def calls(backend):
+    """``(function, what it takes after hidden and weight, options that reach its operators)``."""
+    _, teacher = inputs()
+    bias, labels = torch.linspace(-1, 1, V).requires_grad_(), LABELS.where(LABELS >= 0, 7)
+    logits = {"bias": bias, "softcap": 5.0, "logit_scale": -0.7}
+    of_tokens = logits | {"ignore_index": 7, "chunk_tokens": 2}
+    terms = {"label_smoothing": 0.1, "z_loss": 0.1, "token_weight": torch.linspace(0, 1, N)}
+    losses = of_tokens | terms
+    of_classes = {"class_weight": torch.linspace(0, 1, V)}
+    of_pair = of_tokens | {
+        "divergence": "jsd", "beta": 0.3, "temperature": 1.7, "ce_weight": 0.4,
+        "teacher_bias": torch.linspace(1, -1, V), "teacher_softcap": 3.0,
+        "teacher_logit_scale": 1.3, "token_weight": torch.linspace(0, 1, N),
+    }  # fmt: skip
+    each = {"temperature": torch.linspace(0.5, 2, N)}
+    beside = {"argmax_out": torch.zeros(N, dtype=torch.int64)}
+    monitor = {"monitor": ("correct", "entropy", "z_loss")}
+    by_token = functools.partial(fusedce.fused_cross_entropy, reduction="none")
+    several = torch.stack([labels, labels.clamp(min=3), labels], dim=1)
+    yield fusedce.fused_ce, (labels,), losses | beside | monitor
+    yield fusedce.fused_cross_entropy, (labels,), losses | of_classes
+    yield by_token, (labels,), losses | of_classes
+    yield fusedce.fused_logprobs, (labels,), of_tokens | each | {"mean_logit": True}
+    yield fusedce.fused_logprobs, (several,), of_tokens | each
+    yield fusedce.fused_argmax, (), logits
+    yield fusedce.fused_kl, (*teacher, labels), of_pair | {"monitor": ("correct", "entropy")}
+    yield fusedce.fused_kl_tokens, (*teacher, labels), of_pair
+    if backend == "torch":  # which class probabilities are of
+        given = torch.linspace(0.1, 1, N * V).view(N, V).softmax(-1)
+        yield fusedce.fused_cross_entropy, (given,), logits | terms | of_classes
 
 
-def option_values():
-    """Values of every option that reaches an operator, by name."""
-    return {
-        "bias": draw(V).requires_grad_(),
-        "softcap": 5.0,
-        "logit_scale": -0.7,
-        "label_smoothing": 0.1,
-        "z_loss": 0.1,
-        "ignore_index": 7,
-        "token_weight": torch.linspace(0, 1, N),
-        "class_weight": torch.linspace(0, 1, V),
-        "chunk_tokens": 2,
-        "memory_budget": 2**24,
-        "argmax_out": torch.zeros(N, dtype=torch.int64),
-        "monitor": ("correct", "entropy", "z_loss"),
-        "temperature": torch.linspace(0.5, 2, N),
-        "mean_logit": True,
-        "divergence": "jsd",
-        "beta": 0.3,
-        "ce_weight": 0.4,
-        "teacher_bias": draw(V),
-        "teacher_softcap": 3.0,
-        "teacher_logit_scale": 1.3,
-    }
-
-
-_OF_LOGITS = ("bias", "softcap", "logit_scale")
-_OF_CHUNKS = ("ignore_index", "chunk_tokens", "memory_budget")
-_OF_LOSSES = (*_OF_LOGITS, *_OF_CHUNKS, "label_smoothing", "z_loss", "token_weight")
-_OF_TOKENS = (*_OF_LOGITS, *_OF_CHUNKS, "temperature")
-_OF_TEACHERS = ("divergence", "beta", "ce_weight", "teacher_bias", "teacher_softcap",
-                "teacher_logit_scale", "token_weight")  # fmt: skip
-# Functions, and the options of each that change what its operators get.
-OPTIONS_OF = {
-    "fused_ce": (*_OF_LOSSES, "argmax_out", "monitor"),
-    "fused_cross_entropy": (*_OF_LOSSES, "class_weight"),
-    "fused_cross_entropy of tokens": (*_OF_LOSSES, "class_weight"),
-    "fused_cross_entropy of class probabilities": (
-        *_OF_LOGITS, "label_smoothing", "z_loss", "token_weight", "class_weight",
-    ),
-    "fused_logprobs": (*_OF_TOKENS, "mean_logit"),
-    "fused_logprobs of several classes": _OF_TOKENS,
-    "fused_argmax": _OF_LOGITS,
-    "fused_kl": (*_OF_LOGITS, *_OF_CHUNKS, *_OF_TEACHERS, "monitor"),
-    "fused_kl_tokens": (*_OF_LOGITS, *_OF_CHUNKS, *_OF_TEACHERS),
-}  # fmt: skip
-
-
-def run(name, options, backend="torch"):
-    """Sizes a function with some options, with gradients twice through one graph and without."""
-    given = {k: v for k, v in option_values().items() if k in options} | {"backend": backend}
-    if name.startswith("fused_kl") and "temperature" in given:
-        given["temperature"] = 1.7
-    if name == "fused_kl" and "monitor" in given:
-        given["monitor"] = ("correct", "entropy")
-    leaves = [draw(N, H).requires_grad_(), draw(V, H).requires_grad_()]
-    labels = torch.tensor([1, V - 1, -100 if "ignore_index" not in options else 7, 0, 7])
-    function, _, of = name.partition(" of ")
-    if of == "several classes":
-        labels = torch.stack([labels, labels.clamp(min=3), labels], dim=1)
-    elif of == "class probabilities":
-        labels = draw(N, V).softmax(-1)
-    arguments = [*leaves, labels]
-    if function.startswith("fused_kl"):
-        arguments = [*leaves, draw(N, 4), draw(V, 4), labels]
-    if function == "fused_argmax":
-        arguments = leaves
-    if of == "tokens":
-        given["reduction"] = "none"
-    found = getattr(fusedce, function)(*arguments, **given)
+def trained_and_evaluated(function, arguments, options):
+    """Call a function with gradients, twice through one graph, and without."""
+    leaves, _ = inputs()
+    found = function(*leaves, *arguments, **options)
     with torch.no_grad():
-        getattr(fusedce, function)(*arguments, **given)
+        function(*leaves, *arguments, **options)
     found = (found,) if isinstance(found, torch.Tensor) else found
-    loss = sum(x.sum() for x in found if x.requires_grad)
-    if isinstance(loss, torch.Tensor):
-        loss.backward(retain_graph=True)
-        loss.backward()
+    differentiable = [x.sum() for x in found if x.requires_grad]
+    if differentiable:
+        sum(differentiable).backward(retain_graph=True)
+        sum(differentiable).backward()
 
 
 def signature(name, arguments):
@@ -340,46 +302,23 @@ def signature(name, arguments):
     )
 
 
-# With FUSEDCE_OPCHECK=whole every call is traced with symbolic shapes as well: a minute.
-QUICK = ("test_schema", "test_autograd_registration", "test_faketensor")
-WHOLE = (*QUICK, "test_aot_dispatch_dynamic")
-
-
-def opchecked(name, options, backend):
-    """Names of the operators that a function calls, with each option alone and with all of them.
-
-    ``opcheck`` runs an operator for real, on fake tensors, with autograd and, without options
-    and with all of them on the torch backend, through ``aot_dispatch`` with symbolic shapes.
-    """
-    found, every = set(), tuple(x for x in options if x != "memory_budget")
-    for chosen in ((), every, *((option,) for option in options)):
-        quick = len(chosen) == 1 or backend == "triton"
-        tests = QUICK if quick and not os.environ.get("FUSEDCE_OPCHECK") else WHOLE
-        with recorded() as calls:
-            run(name, chosen, backend)
-        assert calls, (name, chosen)
-        distinct = {signature(which, args): (op, args) for which, op, args in calls}
-        for operator, arguments in distinct.values():
-            torch.library.opcheck(operator, arguments, test_utils=tests)
-        found |= {which for which, *_ in calls}
-    return found
-
-
 @pytest.mark.slow
-def test_opcheck_of_every_operator_with_every_option():
-    found = set()
-    for name, options in OPTIONS_OF.items():
-        found |= opchecked(name, options, "torch")
-    assert found == registered()
-
-
-@pytest.mark.slow
-def test_opcheck_on_triton():
-    found = set()
-    for name in OPTIONS_OF:
-        if "class probabilities" not in name:  # are of the torch backend
-            found |= opchecked(name, (), "triton")
-    assert found == registered()
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_opcheck_of_every_operator(backend):
+    """Plain, and with all options: for real, on fake tensors, with autograd, of symbolic sizes."""
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if backend == "torch":  # (the interpreter is slow)
+        tests.append("test_aot_dispatch_dynamic")
+    distinct = {}
+    for function, arguments, options in calls(backend):
+        for chosen in ({}, options):
+            with recorded() as seen:
+                trained_and_evaluated(function, arguments, chosen | {"backend": backend})
+            assert seen, (function, chosen)
+            distinct |= {signature(which, args): (op, args) for which, op, args in seen}
+    for operator, given in distinct.values():
+        torch.library.opcheck(operator, given, test_utils=tests)
+    assert {name for name, _ in distinct} == registered()
 
 
 @pytest.mark.slow
