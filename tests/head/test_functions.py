@@ -172,22 +172,6 @@ def test_hooks_of_nodes_see_the_gradient(m, x, y):
     return loss, *seen[:2]
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@same
-def test_a_kept_gradient(m, x, y, when):
-    z = m(x)
-    flat = z.view(-1, V)
-    if when == "before":
-        z.retain_grad(), flat.retain_grad()
-    loss = F.cross_entropy(flat * 0.5, y.view(-1)) + z.square().mean()
-    if when == "after":
-        z.retain_grad(), flat.retain_grad()
-    loss.backward(retain_graph=True)
-    grads = z.grad.clone(), flat.grad.clone()
-    m.zero_grad()
-    return (loss, *grads)
-
-
 OF = {
     "view": lambda z: (z[:, 1:], {}),
     "cast": lambda z: (z.double(), {"ignore_index": 3}),

@@ -65,16 +65,6 @@ def test_count_after_the_shift(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [llama, gpt2, bart, mixtral])
-def test_one_step_is_one_step_whatever_the_split(make, tmp_path):
-    whole = first_step(FusedTrainer, make, tmp_path, 1)
-    parts = first_step(FusedTrainer, make, tmp_path, 16)
-    assert parts[0] == pytest.approx(whole[0], rel=STATISTIC)
-    if make is not mixtral:  # whose auxiliary loss is another one for other micro-batches
-        assert parts[1] == pytest.approx(whole[1], rel=SAME_MODEL)
-
-
-@pytest.mark.slow
 def test_auxiliary_loss_is_a_mean_over_micro_batches(tmp_path):
     """The router's gradient with a frozen cross-entropy: that of the mean auxiliary loss."""
 
