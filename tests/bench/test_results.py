@@ -1,4 +1,4 @@
-"""Results on disk, tables, and the marked places of a page."""
+"""Results on disk, numbers made of them, tables, and the marked places of a page."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Options of the loss: each alone, in pairs, in any subset, on both backends."""
+"""Options of the loss in pairs, on both backends. (In any subset: test_memory_budget.py.)"""
 
 import dataclasses
 from functools import partial
