@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.bounds import SAME_SUMS
+from support.bounds import EXACT, SAME_SUMS
 from support.copies import COPIES
 from support.heads import ce, loss_and_grads, plain_model, tokens
 from support.params import slow
@@ -38,7 +38,8 @@ def inputs(dtype=torch.float32):
 
 def functions(teacher):
     """Functions by name, each giving one differentiable number from hidden and weight."""
-    given = torch.linspace(0.1, 1, N * V).view(N, V).to(teacher[0].dtype).softmax(-1)
+    given = torch.linspace(0.1, 1, N * V, dtype=torch.float64).view(N, V)
+    given = given.to(teacher[0].dtype).softmax(-1)
     ce, kl = fusedce.fused_cross_entropy, fusedce.fused_kl
     return {
         "fused_ce": lambda h, w: fusedce.fused_ce(h, w, LABELS, softcap=5.0, z_loss=0.1).loss_sum,
@@ -110,6 +111,24 @@ def anomaly(name):
     assert_equal(found, plain(name))
 
 
+def other_default(name):
+    """Models are built inside ``set_default_dtype(bfloat16)``, scripts of physics set float64."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+
+        def found(dtype=dtype):
+            leaves, teacher = inputs(dtype)
+            return value_and_gradients(functions(teacher)[name], leaves)
+
+        expected, before = found(), torch.get_default_dtype()
+        for default in (torch.float64, torch.bfloat16):
+            torch.set_default_dtype(default)
+            try:
+                got = found()
+            finally:
+                torch.set_default_dtype(before)
+            torch.testing.assert_close(got, expected, **EXACT)
+
+
 def func_grad(name):
     def grad(function):
         def run(h, w):
@@ -159,6 +178,7 @@ WAYS = {
     "threads": in_threads,
     "inference mode": inference,
     "func.grad": func_grad,
+    "other default dtype": other_default,
 }
 
 
