@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from fusedce import fused_ce, fused_cross_entropy, fused_kl, fused_kl_tokens, fused_logprobs
 from fusedce import fused_topk as top_classes
 from fusedce.loss import sharded_problem
+from fusedce.loss.sharded_problem import _checksum
 from fusedce.sharded import sharded_argmax, sharded_ce, sharded_cross_entropy, sharded_logprobs
 
 N, H, V = 7, 4, 6
@@ -306,3 +307,14 @@ def test_an_error_is_sent_from_where_the_group_can_send(monkeypatch):
     with sharded_problem.tell_peers_on_error([object()], None):
         raise TypeError("labels must be a tensor")
     assert sent == ["meta", "meta"]
+
+
+def test_checksums_tell_values_and_order_apart():
+    x = torch.tensor([4, 9, 0, -7])
+    others = [[9, 9, -3, -7], [9, 6, 0, -7], [9, 4, 0, -7], [4, 9, -7, 0], [4, 9, 0, 6]]
+    others += [[~4, 9, 0, -7], [-4, -9, 0, 7], [4, 9 ^ -(2**63), 0, -7]]
+    found = {int(_checksum(torch.tensor(other))) for other in others}
+    assert len(found | {int(_checksum(x))}) == len(others) + 1
+    assert int(_checksum(x.clone())) == int(_checksum(x))
+    halves = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    assert int(_checksum(halves)) != int(_checksum(halves.flip(0)))
