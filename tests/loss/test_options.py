@@ -1,4 +1,4 @@
-"""Options of the loss in pairs, on both backends. (In any subset: test_memory_budget.py.)"""
+"""Options of the loss: each alone, in pairs, in any subset, on both backends."""
 
 import dataclasses
 from functools import partial
@@ -6,17 +6,38 @@ from itertools import combinations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.bounds import SAME_SUMS, in_float64
-from support.oracle import summed
+from support.oracle import by_token, summed
 from support.params import QUICK_ON_TORCH, slow
 
 from fusedce import fused_argmax, fused_ce, reference_ce
-from fusedce.testing import NUMBERS, OPTIONS, Case, check
+from fusedce.testing import NUMBERS, OPTIONS, Case, cases, check
 
 BACKENDS = ["torch", "triton"]
 SMALL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 EVERY = (*OPTIONS, "class_weight")
 ALL = ("hidden", "weight", "bias")
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(case=cases(options=EVERY), chunk_tokens=st.none() | st.integers(1, 17))
+@pytest.mark.parametrize("fn", [summed, by_token])
+def test_any_subset_torch_matches_the_reference(fn, case, chunk_tokens):
+    check(partial(fn, backend="torch", chunk_tokens=chunk_tokens), case)
+
+
+@pytest.mark.slow
+@settings(max_examples=30, deadline=None)
+@given(
+    case=cases(dtypes=SMALL_FLOATS, options=EVERY, max_tokens=20, max_vocabulary=150),
+    chunk_tokens=st.none() | st.integers(1, 9),
+)
+@pytest.mark.parametrize("fn", [summed, by_token])
+def test_any_subset_triton_matches_the_reference(fn, case, chunk_tokens):
+    check(partial(fn, backend="triton", chunk_tokens=chunk_tokens), case)
 
 
 OF_TENSORS = ("bias", "token_weight", "class_weight")
