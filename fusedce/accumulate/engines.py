@@ -403,7 +403,8 @@ def drop_held(module: torch.nn.Module) -> None:
         for p in group.fsdp_params:
             if getattr(p, "_unsharded_param", None) is not None:
                 p._unsharded_param.grad = None
-            p.unsharded_accumulated_grad = None  # before torch 2.15 a buffer of its own
+            if p.unsharded_accumulated_grad is not None:  # before torch 2.15 a buffer of its own
+                p.unsharded_accumulated_grad = None
 
 
 def has_fsdp1(module: torch.nn.Module) -> bool:

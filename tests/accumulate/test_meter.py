@@ -3,13 +3,11 @@
 import math
 
 import pytest
-import torch
 from support import ranks
 from support.bounds import STATISTIC
 from support.loops import a_loss, batches, new_weight, run_window
 
 from fusedce import LossAccumulator, LossMeter, fused_ce
-from fusedce.contract.labels import bad_label_code
 
 on_two_ranks = ranks.together()
 
@@ -35,17 +33,6 @@ def test_ranks_with_other_numbers_of_batches_are_added_up(rank):
     assert again.compute() == found
     meter.reset()
     assert math.isnan(meter.compute()["loss"])
-
-
-@on_two_ranks
-def test_a_bad_label_is_an_error_on_all_ranks(rank):
-    meter, bad = LossMeter(), bad_label_code(torch.tensor(5), torch.tensor(99))
-    meter.update((torch.tensor(1.0), bad if rank else torch.tensor(2)))
-    with pytest.raises(ValueError, match="got 99 at flattened position 5"):
-        meter.compute()
-    meter.reset()
-    meter.update((torch.tensor(1.0), torch.tensor(2)))
-    assert meter.compute()["n_tokens"] == 4
 
 
 @on_two_ranks

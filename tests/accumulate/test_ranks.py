@@ -12,11 +12,8 @@ from support.loops import (
     batches,
     distance,
     new_weight,
-    out_of,
-    raising,
     run_streaming,
     run_window,
-    weight_and_grad,
 )
 from torch.nn.parallel import DistributedDataParallel
 
@@ -185,18 +182,3 @@ def test_ranks_of_ddp_may_stream_different_numbers_of_micro_batches(rank):
         for p, exact in zip(model.parameters(), same.parameters(), strict=True):
             assert distance(p.grad, exact.grad) <= SAME_SUMS
         model.zero_grad()
-
-
-@ranks.together(timeout=4)
-def test_a_rank_that_fails_and_tries_again_in_the_first_window(rank):
-    """It fails in the very first micro-batch of its first window, drops it and starts again."""
-    acc, weight = LossAccumulator(grad_reduction="sum"), new_weight()
-    micro = batches([3, 5], rank)
-    if rank:
-        with pytest.raises(ZeroDivisionError):
-            acc.backward(raising(out_of(weight, micro[0])))
-        acc.discard_window()
-    run_streaming(acc, weight, micro)
-    dist.all_reduce(weight.grad)
-    _, exact, _ = weight_and_grad([*batches([3, 5], 0), *batches([3, 5], 1)])
-    assert distance(weight.grad, exact) <= SAME_SUMS

@@ -348,24 +348,6 @@ def test_a_plain_tensor_may_be_a_parameter(streaming):
         windowed(acc, streaming, None, SIZES, lambda: loop(lambda: weight.grad.zero_()))
 
 
-@WAYS
-def test_main_gradients_kept_elsewhere_need_watch_false(streaming):
-    """A loop that moves each bf16 gradient into an fp32 one."""
-    micro, (weight, exact, _) = batches(SIZES), weight_and_grad(batches(SIZES))
-    main = torch.zeros_like(weight)
-    acc = LossAccumulator([weight], watch=False)
-
-    def loop():
-        for one in micro:
-            acc.backward(out_of(weight, one))
-            main.add_(weight.grad)
-            weight.grad = None
-        weight.grad = main
-
-    windowed(acc, streaming, None, SIZES, loop)
-    assert distance(main, exact) <= SAME_SUMS
-
-
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_optimizer_that_steps_inside_the_last_backward(n):
     """With declared counts its gradients are what they will be; before, and streaming, not."""

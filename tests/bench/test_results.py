@@ -1,10 +1,10 @@
-"""Results on disk, tables, and the marked places of a page."""
+"""Results on disk, numbers made of them, tables, and the marked places of a page."""
 
 import json
 
 import pytest
 import report
-from lib import results, tables
+from lib import pictures, results, tables
 
 ROW = {"suite": "time", "N": 8, "H": 4, "V": 16, "dtype": "bfloat16", "mode": "train",
        "ignored": 0.0, "budget": None, "flops": 6.0 * 8 * 4 * 16}  # fmt: skip
@@ -89,3 +89,22 @@ def test_who_is_not_installed_is_named_below_the_table():
     body = report.table("time", [r | {"seconds": [1.0]} for r in rows()] + [absent])
     assert body.endswith("Not installed: QuACK.")
     assert "No module" not in body
+
+
+def test_a_value_is_said_once_where_all_before_it_repeat_too():
+    rows = [dict(zip("abc", values, strict=True)) for values in ("xy1", "xy1", "xz1", "wz1")]
+    lines = tables.markdown(rows, once=("a", "b")).splitlines()[2:]
+    cells = [line.split("|")[1:4] for line in lines]
+    assert ["".join(c.strip() or "." for c in row) for row in cells] == [
+        "xy1", "..1", ".z1", "wz1"
+    ]  # fmt: skip
+
+
+def test_the_error_of_a_gradient_is_its_length_and_its_direction():
+    assert pictures.gradient_error(4.0, 0.0) == 3.0
+    assert pictures.gradient_error(1.0, 0.5**0.5) == pytest.approx(1.0)
+
+
+def test_results_name_no_folder_of_the_machine_that_measured():
+    for file in (results.ROOT / "bench" / "results").glob("*.json"):
+        assert 'File \\"/' not in file.read_text(), file

@@ -4,7 +4,6 @@ import json
 
 import pytest
 from support.bounds import SAME_MODEL
-from support.command_line import answer, call
 from support.scripts import TRAINER, TWO, python
 
 LOOP = """
@@ -148,10 +147,3 @@ def test_the_stock_trainer_with_gpt2(tmp_path):
     assert step["scale"] == pytest.approx((181 - 8) / 181, rel=1e-3)
     assert step["logged"] == pytest.approx(step["descended"], rel=1e-3)
     assert "the loss that is logged is not that of the tokens" in found["verdict"]
-
-
-def test_without_a_script_both_loops_are_shown():
-    found = answer("audit", "--steps", "1")
-    wrong, right = found.values()
-    assert (wrong["right"], right["right"]) == (False, True)
-    assert "| at the right one" in call("audit", "--steps", "1", "--picture").output

@@ -255,11 +255,13 @@ def test_a_missing_package_is_named_before_the_work(monkeypatch):
 def test_the_audit_tells_a_wrong_loop_from_a_right_one():
     found = answer("audit", "--steps", "1")
     wrong, right = found.values()
+    assert (wrong["right"], right["right"]) == (False, True)
     assert "micro-batches are averaged" in wrong["verdict"]
     assert wrong["steps"][0]["spread"] > 2
     assert right["steps"][0]["spread"] == pytest.approx(1, rel=SAME_MODEL)
     assert right["steps"][0]["scale"] == pytest.approx(1, rel=SAME_MODEL)
     assert wrong["steps"][0]["loss"] == pytest.approx(right["steps"][0]["loss"], rel=SAME_MODEL)
+    assert "| at the right one" in call("audit", "--steps", "1", "--picture").output
 
 
 @pytest.mark.parametrize("said", ["CUDA out of memory.", "can't allocate memory: 4 bytes"])

@@ -152,15 +152,6 @@ def test_a_trainer_script_logs_the_token_mean(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_trainer_script_without_us_logs_a_mean_of_means(tmp_path):
-    """The control: what the test above compares is wrong in the stock program."""
-    (tmp_path / "train.py").write_text(TRAINER)
-    done = python(tmp_path, "train.py", "8")
-    first, _ = json.loads(done.stdout.splitlines()[-1])
-    assert abs(losses(first)[0] - mean_loss_of_rows()) > 0.01
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [TWO, ACCELERATE_TWO], ids=["torchrun", "accelerate launch"])
 def test_a_trainer_script_on_two_ranks(launcher, tmp_path):
     """Four micro-batches on each of two ranks log and save what eight on one do."""
@@ -176,48 +167,76 @@ def test_a_trainer_script_on_two_ranks(launcher, tmp_path):
         assert losses(first, key) == pytest.approx(losses(alone, key), rel=8 * SAME_MODEL)
 
 
-REFUSED = """
-import sys
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+OWN_LOSSES = """
+import torch, transformers
+from transformers import BertConfig, BertForQuestionAnswering
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 class Weighted(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, **_):
         out = model(**inputs)
         return (2 * out.loss, out) if return_outputs else 2 * out.loss
 
-ids = torch.arange(3, 20)
-rows = [{"input_ids": ids, "labels": ids}] * 4
 def loss_func(outputs, labels, num_items_in_batch=None):
     return 3 * outputs.logits.logsumexp(-1).mean()
 
-for kind, function in ((Weighted, None), (Trainer, loss_func)):
+class OwnEvaluation(Trainer):
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with torch.no_grad():
+            return model(**inputs).loss + 1, None, None
+
+class OwnStep(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        for factor in (0.5, 0.5):  # twice, as adversarial training does
+            loss = self.compute_loss(model, inputs)
+            self.accelerator.backward(loss * factor)
+        return loss.detach()
+
+sizes = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+             num_attention_heads=2)
+args = transformers.TrainingArguments(
+    "out", max_steps=2, logging_steps=1, report_to=[], save_strategy="no", use_cpu=True,
+    disable_tqdm=True, per_device_train_batch_size=2,
+)
+rows = [{"input_ids": list(range(n, n + 9)), "labels": list(range(n, n + 9))} for n in range(3, 9)]
+for kind, function in (
+    (Weighted, None), (Trainer, loss_func), (OwnEvaluation, None), (OwnStep, None),
+):
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=61, n_embd=16, n_layer=1, n_head=2, n_positions=64)
-    args = TrainingArguments(
-        "out", max_steps=1, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True,
-        disable_tqdm=True,
-    )
-    model = GPT2LMHeadModel(config)
-    trainer = kind(model=model, args=args, train_dataset=rows, compute_loss_func=function)
+    trainer = kind(LlamaForCausalLM(LlamaConfig(**sizes)), args, train_dataset=rows,
+                   eval_dataset=rows, compute_loss_func=function)
     trainer.train()
-    print("is", type(trainer) is kind, trainer.state.log_history[0]["loss"])
+    print("is", trainer.evaluate()["eval_loss"], trainer.state.log_history[0]["loss"],
+          type(trainer) is kind)
+torch.manual_seed(0)
+rows = [{"input_ids": r["input_ids"], "start_positions": 1, "end_positions": 3} for r in rows]
+answers = Trainer(BertForQuestionAnswering(BertConfig(**sizes)), args, eval_dataset=rows)
+print("is", answers.evaluate()["eval_loss"], 0.0, type(answers) is Trainer)
 """
 
 
 @pytest.mark.slow
-def test_a_loss_that_we_do_not_know_stays_the_scripts(tmp_path):
-    """Its losses and its class are the stock program's, and the reason is said."""
-    (tmp_path / "train.py").write_text(REFUSED)
-    stock = [line for line in python(tmp_path, "train.py").stdout.splitlines() if "is " in line]
+def test_a_loss_or_a_step_of_a_scripts_own_and_an_evaluation_alone_stay_the_scripts(tmp_path):
+    """The mixin would report another loss than the script's, or stop it; the reason is said."""
+    (tmp_path / "train.py").write_text(OWN_LOSSES)
+    stock = python(tmp_path, "train.py")
+    assert stock.returncode == 0, stock.stderr
     report, done = fused(tmp_path, "train.py")
-    ours = [line for line in done.stdout.splitlines() if "is " in line]
-    for mine, theirs in zip(ours, stock, strict=True):
-        assert mine.split()[:2] == theirs.split()[:2] == ["is", "True"]
-        assert float(mine.split()[2]) == pytest.approx(float(theirs.split()[2]), rel=SAME_MODEL)
-    why = [trainer["why_not"] for trainer in report["trainers"]]
+    ours, theirs = (
+        [x.split()[1:] for x in out.stdout.splitlines() if x.startswith("is ")]
+        for out in (done, stock)
+    )
+    assert len(ours) == 5
+    for mine, exact in zip(ours, theirs, strict=True):
+        assert [float(x) for x in mine[:2]] == pytest.approx(
+            [float(x) for x in exact[:2]], rel=SAME_MODEL
+        )
+    assert [kept for *_, kept in ours[:2]] == ["True", "True"]
+    why = [str(trainer["why_not"]) for trainer in report["trainers"]]
     assert "Weighted has a compute_loss of its own" in why[0]
     assert "compute_loss_func" in why[1]
+    assert "OwnEvaluation has a prediction_step of its own" in why[2]
+    assert "OwnStep has a training_step of its own" in why[3]
     assert "Trainer keeps its loss (FusedTrainerMixin computes" in done.stderr
 
 
@@ -255,63 +274,6 @@ def test_a_program_of_trl_is_run_unchanged(program, ranks, tmp_path):
     assert [trainer["mixin"] for trainer in report["trainers"]] == [mixin]
     assert all(model["replaced"] and model["logits_made"] == 0 for model in report["models"])
     assert sum(model["losses_fused"] for model in report["models"]) >= 2
-
-
-OWN_STEPS = """
-import torch, transformers
-from transformers import BertConfig, BertForQuestionAnswering
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer
-
-class OwnEvaluation(Trainer):
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        with torch.no_grad():
-            return model(**inputs).loss + 1, None, None
-
-class OwnStep(Trainer):
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        for factor in (0.5, 0.5):  # twice, as adversarial training does
-            loss = self.compute_loss(model, inputs)
-            self.accelerator.backward(loss * factor)
-        return loss.detach()
-
-sizes = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-             num_attention_heads=2)
-args = transformers.TrainingArguments(
-    "out", max_steps=2, logging_steps=1, report_to=[], save_strategy="no", use_cpu=True,
-    disable_tqdm=True, per_device_train_batch_size=2,
-)
-rows = [{"input_ids": list(range(n, n + 9)), "labels": list(range(n, n + 9))} for n in range(3, 9)]
-for kind in (OwnEvaluation, OwnStep):
-    torch.manual_seed(0)
-    trainer = kind(LlamaForCausalLM(LlamaConfig(**sizes)), args, train_dataset=rows,
-                   eval_dataset=rows)
-    trainer.train()
-    print("is", trainer.evaluate()["eval_loss"], trainer.state.log_history[0]["loss"])
-torch.manual_seed(0)
-rows = [{"input_ids": r["input_ids"], "start_positions": 1, "end_positions": 3} for r in rows]
-answers = Trainer(BertForQuestionAnswering(BertConfig(**sizes)), args, eval_dataset=rows)
-print("is", answers.evaluate()["eval_loss"], 0.0)
-"""
-
-
-@pytest.mark.slow
-def test_steps_of_a_scripts_own_and_an_evaluation_alone_stay_the_scripts(tmp_path):
-    """The mixin would report another loss than the script's, or stop it."""
-    (tmp_path / "train.py").write_text(OWN_STEPS)
-    stock = python(tmp_path, "train.py")
-    assert stock.returncode == 0, stock.stderr
-    report, done = fused(tmp_path, "train.py")
-
-    def numbers(out):
-        lines = [x.split() for x in out.splitlines() if x.startswith("is ")]
-        return [(float(a), float(b)) for _, a, b in lines]
-
-    assert len(numbers(done.stdout)) == 3
-    for mine, theirs in zip(numbers(done.stdout), numbers(stock.stdout), strict=True):
-        assert mine == pytest.approx(theirs, rel=SAME_MODEL)
-    why = " ".join(str(trainer["why_not"]) for trainer in report["trainers"])
-    assert "OwnEvaluation has a prediction_step of its own" in why
-    assert "OwnStep has a training_step of its own" in why
 
 
 LOOP = """

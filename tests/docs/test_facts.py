@@ -127,10 +127,17 @@ def test_tables_of_the_gpu_are_those_of_the_data(tmp_path):
     assert text.count("<!-- gpu ") == 5
 
 
-def test_the_table_of_stacks_is_that_of_the_data():
-    measured = json.loads((RESULTS / "stacks.json").read_text())["rows"]
-    made = importlib.import_module("stacks").table(measured)
-    assert f"<!-- stacks -->\n{made}\n" in TEXTS["docs/stacks.md"]
+@pytest.mark.parametrize(
+    ("script", "data", "page", "mark"),
+    [
+        ("stacks", "stacks.json", "docs/stacks.md", "stacks"),
+        ("head", "head-cpu.json", "docs/head.md", "head cpu"),
+    ],
+)
+def test_a_table_is_that_of_the_data(script, data, page, mark):
+    measured = json.loads((RESULTS / data).read_text())["rows"]
+    made = importlib.import_module(script).table(measured)
+    assert f"<!-- {mark} -->\n{made}\n" in TEXTS[page]
 
 
 # Published by others, with their source beside them; and a bound of accuracy.md in words of a test.

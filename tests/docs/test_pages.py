@@ -147,12 +147,6 @@ def test_what_is_said_of_the_measurements_holds():
     assert 1000 * runs["fused 1x8"]["logged_gap"] < runs["naive 1x8"]["logged_gap"]
 
 
-def test_the_table_of_heads_is_that_of_the_committed_measurement():
-    results = json.loads((RESULTS / "head-cpu.json").read_text())
-    made = importlib.import_module("head").table(results["rows"])
-    assert f"<!-- head cpu -->\n{made}\n<!-- end -->" in TEXTS["head.md"]
-
-
 def test_the_site_lists_every_page():
     nav = (ROOT / "mkdocs.yml").read_text()
     for page in [*DOCS.rglob("*.md"), *NOTEBOOKS]:

@@ -145,7 +145,7 @@ def test_a_leaf_among_the_parts_gets_its_gradient(m, x, y):
     return loss, leaf.grad
 
 
-# ---- hooks of nodes, and gradients with respect to the logits ---------------------------------
+# ---- hooks of nodes, and gradients handed on by hand ------------------------------------------
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -170,43 +170,6 @@ def test_hooks_of_nodes_see_the_gradient(m, x, y):
     loss.backward(retain_graph=True)
     m.zero_grad()
     return loss, *seen[:2]
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@same
-def test_a_kept_gradient(m, x, y, when):
-    z = m(x)
-    flat = z.view(-1, V)
-    if when == "before":
-        z.retain_grad(), flat.retain_grad()
-    loss = F.cross_entropy(flat * 0.5, y.view(-1)) + z.square().mean()
-    if when == "after":
-        z.retain_grad(), flat.retain_grad()
-    loss.backward(retain_graph=True)
-    grads = z.grad.clone(), flat.grad.clone()
-    m.zero_grad()
-    return (loss, *grads)
-
-
-OF = {
-    "view": lambda z: (z[:, 1:], {}),
-    "cast": lambda z: (z.double(), {"ignore_index": 3}),
-    "capped": lambda z: ((z / 3).tanh() * 3, {}),
-    "smoothed sum": lambda z: (z, {"reduction": "sum", "label_smoothing": 0.1}),
-    "weights": lambda z: (z, {"weight": torch.linspace(0, 1, V), "label_smoothing": 0.2}),
-    "weights of tokens": lambda z: (z, {"reduction": "none", "weight": torch.linspace(0, 1, V)}),
-}
-
-
-@pytest.mark.parametrize("of", OF)
-@same
-def test_the_gradient_with_respect_to_logits(m, x, y, of):
-    t, options = OF[of](m(x))
-    loss = F.cross_entropy(t.transpose(1, 2), y[:, -t.shape[1] :], **options)
-    (g,) = torch.autograd.grad(loss.sum(), t, retain_graph=True)
-    weights = torch.arange(loss.numel()).view(loss.shape) / 7.0 + 1
-    (h,) = torch.autograd.grad((loss * weights).sum(), t, retain_graph=True)
-    return loss.sum(), g, h
 
 
 @pytest.mark.parametrize("frozen", [(), (0,), (1,)])

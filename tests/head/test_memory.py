@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lib.peaks import peak_extra_bytes
-from support.attacks import both, same
+from support.attacks import both
 from support.heads import H, V, ce, plain_model, tokens
 
 from fusedce import replace_loss_head
@@ -66,20 +66,6 @@ def test_a_loss_in_pieces_holds_few_gradients_of_the_weight_at_a_time(calls, gra
     """Of several calls of the head, torch adds the gradients up beside the first, which waits."""
     peak = peak_extra_bytes("support.memory:pieces", {"count": 16, "calls": calls})
     assert peak <= (32 * gradients + 16) << 20
-
-
-@pytest.mark.parametrize("pieces", [1, 2, 7])
-@pytest.mark.parametrize("twice", [False, True])
-@same
-def test_pieces_add_up(m, x, y, pieces, twice):
-    """Some compute their gradients in backward, with the factors that arrive there."""
-    parts = zip(m(x).chunk(pieces, 1), y.chunk(pieces, 1), strict=True)
-    losses = [ce(z, labels) * (i + 1) for i, (z, labels) in enumerate(parts)]
-    losses += [F.cross_entropy(m(x)[0], y[0], reduction="none")[2:].square().sum()]
-    loss = sum(losses)
-    if twice:
-        loss.backward(retain_graph=True)
-    return loss
 
 
 def test_the_same_cast_twice_makes_logits_once():

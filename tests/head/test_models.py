@@ -7,7 +7,6 @@ import pytest
 import sweep_heads
 import torch
 from accelerate import big_modeling
-from support.attacks import both
 from support.heads import MODES, compiled, tokens
 from support.tiny_trainer import V, llama
 
@@ -154,16 +153,3 @@ def test_lora_that_comes_later_stays_replaced(no_logits):
         run(model)
         assert head_report(model).active
         assert head_report(model).losses_fused == 1
-
-
-@pytest.mark.parametrize("kind", ["DoRA", "AdaLoRA"])
-def test_an_adapter_that_is_no_sum_of_products_is_right(kind):
-    config = peft.LoraConfig(r=2, target_modules=["lm_head"], use_dora=True)
-    if kind == "AdaLoRA":
-        config = peft.AdaLoraConfig(init_r=2, target_r=1, total_step=10, target_modules=["lm_head"])
-    adapted = peft.get_peft_model(llama(), config)
-    with torch.no_grad():
-        for name, p in adapted.named_parameters():
-            if "lora_B" in name:
-                p.normal_()
-    both(lambda m, x, y: m(input_ids=x, labels=y).loss, adapted)

@@ -119,8 +119,11 @@ def test_frozen_head_costs_no_weight_gradient():
     assert all(t.shape != weight.shape for *_, out in ours for t in tree_leaves(out))
 
 
+LORA = {"target_modules": ["lm_head"], "init_lora_weights": False}
 ON_THE_HEAD = {"target_modules": ["lm_head"], "init_weights": False}
 METHODS = {  # whether a head so adapted is a sum of products, and its loss fused
+    "DoRA": (lambda: peft.LoraConfig(r=2, use_dora=True, **LORA), False),
+    "AdaLoRA": (lambda: peft.AdaLoraConfig(init_r=2, target_r=1, total_step=10, **LORA), False),
     "OFT": (lambda: peft.OFTConfig(r=0, oft_block_size=4, **ON_THE_HEAD), False),
     "BOFT": (lambda: peft.BOFTConfig(boft_block_size=4, **ON_THE_HEAD), False),
     "MiSS": (lambda: peft.MissConfig(r=4, **ON_THE_HEAD), False),

@@ -15,6 +15,7 @@ from fusedce import (
     fused_kl,
     fused_kl_tokens,
     fused_logprobs,
+    linear_cross_entropy,
     shift_labels,
 )
 
@@ -62,6 +63,7 @@ FUNCTIONS = {
     "argmax_out": with_argmax,
     "cross-entropy": lambda h, w, y, **o: fused_cross_entropy(h, w, y, **o),
     "none": losses,
+    "peers": lambda h, w, y, **o: linear_cross_entropy(h, w, y, shift=1, **o),
     "class weights": lambda h, w, y, **o: fused_cross_entropy(
         h, w, y, class_weight=torch.linspace(0.5, 2, V), **o
     ),

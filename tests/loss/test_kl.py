@@ -394,23 +394,6 @@ def test_tokens_have_gradients_of_their_own(kind, backend):
     assert batched.shape == (3, 3)
 
 
-@pytest.mark.slow  # the import of TRL
-def test_the_loss_of_trl():
-    from trl.experimental.gkd import GKDTrainer
-
-    (hidden, weight, there, head, labels), _ = Pair(ignored=0.3).tensors()
-    hidden, there = hidden.nan_to_num(), there.nan_to_num()
-    for beta in (0.0, 0.3, 1.0):
-        theirs = GKDTrainer.generalized_jsd_loss(
-            (hidden @ weight.T)[None], (there @ head.T)[None], labels[None], beta, 1.7,
-            reduction="sum",
-        )  # fmt: skip
-        ours = fused_kl(
-            hidden, weight, there, head, labels, divergence="jsd", beta=beta, temperature=1.7
-        )
-        torch.testing.assert_close(ours.loss_sum, theirs)
-
-
 @pytest.mark.parametrize(("beta", "kind"), [(0.0, "forward"), (1.0, "reverse")])
 def test_a_mixture_with_none_of_one_distribution_is_the_limit(beta, kind):
     """As in TRL; the formula gives 0."""

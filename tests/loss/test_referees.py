@@ -6,7 +6,6 @@ must raise an error in words of this library; "-" is a way that makes no sense f
 
 import contextlib
 import functools
-import io
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.bounds import SAME_SUMS
+from support.bounds import EXACT, SAME_SUMS
 from support.copies import COPIES
 from support.heads import ce, loss_and_grads, plain_model, tokens
 from support.params import slow
@@ -38,7 +37,8 @@ def inputs(dtype=torch.float32):
 
 def functions(teacher):
     """Functions by name, each giving one differentiable number from hidden and weight."""
-    given = torch.linspace(0.1, 1, N * V).view(N, V).to(teacher[0].dtype).softmax(-1)
+    given = torch.linspace(0.1, 1, N * V, dtype=torch.float64).view(N, V)
+    given = given.to(teacher[0].dtype).softmax(-1)
     ce, kl = fusedce.fused_cross_entropy, fusedce.fused_kl
     return {
         "fused_ce": lambda h, w: fusedce.fused_ce(h, w, LABELS, softcap=5.0, z_loss=0.1).loss_sum,
@@ -110,6 +110,24 @@ def anomaly(name):
     assert_equal(found, plain(name))
 
 
+def other_default(name):
+    """Models are built inside ``set_default_dtype(bfloat16)``, scripts of physics set float64."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+
+        def found(dtype=dtype):
+            leaves, teacher = inputs(dtype)
+            return value_and_gradients(functions(teacher)[name], leaves)
+
+        expected, before = found(), torch.get_default_dtype()
+        for default in (torch.float64, torch.bfloat16):
+            torch.set_default_dtype(default)
+            try:
+                got = found()
+            finally:
+                torch.set_default_dtype(before)
+            torch.testing.assert_close(got, expected, **EXACT)
+
+
 def func_grad(name):
     def grad(function):
         def run(h, w):
@@ -124,22 +142,6 @@ def func_grad(name):
     assert_equal(list(found), [out, *(x.square().sum() for x in gradients)])
 
 
-def exported(name):
-    leaves, teacher = inputs()
-    function = functions(teacher)[name]
-
-    class Module(torch.nn.Module):
-        def forward(self, h, w):
-            return function(h, w)
-
-    program = torch.export.export(Module(), tuple(x.detach() for x in leaves), strict=False)
-    saved = io.BytesIO()
-    torch.export.save(program, saved)
-    saved.seek(0)
-    loaded = torch.export.load(saved).module()
-    assert_equal([loaded(*(x.detach() for x in leaves))], plain(name)[:1])
-
-
 def assert_equal(found, expected):
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=SAME_SUMS, atol=SAME_SUMS)  # of terms of size 1
@@ -151,14 +153,13 @@ def changed(change):
 
 WAYS = {
     "gradcheck": gradcheck,
-    "compile": changed(lambda f: torch.compile(f, backend="aot_eager", fullgraph=True)),
-    "export": exported,
     "checkpoint": changed(lambda f: lambda h, w: checkpoint(f, h, w, use_reentrant=False)),
     "reentrant checkpoint": changed(lambda f: lambda h, w: reentrant(f, h, w)),
     "anomaly mode": anomaly,
     "threads": in_threads,
     "inference mode": inference,
     "func.grad": func_grad,
+    "other default dtype": other_default,
 }
 
 
@@ -180,21 +181,21 @@ def table(marker: str) -> dict[tuple[str, str], str]:
     }
 
 
-AOTI = "AOTInductor"  # all functions are in one package
+# All functions are in one package of AOTInductor; the other two are in test_compiled.py.
+AOTI, *COMPILED = "AOTInductor", "compile", "export"
 
 
 def test_the_page_holds_every_function_and_way():
-    assert set(table("referees")) == {(name, way) for name in NAMES for way in (*WAYS, AOTI)}
+    every = (*WAYS, *COMPILED, AOTI)
+    assert set(table("referees")) == {(name, way) for name in NAMES for way in every}
+    assert {table("referees")[name, way] for name in NAMES for way in COMPILED} == {"yes"}
     assert set(table("copies")) == {(name, way) for name in OBJECTS for way in COPIES}
-
-
-SLOW = ("gradcheck", "compile", "export")  # half a second for each function
 
 
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        slow(name, way) if way in SLOW and name in NAMES[2:] else (name, way)
+        slow(name, way) if way == "gradcheck" and name in NAMES[2:] else (name, way)
         for name in NAMES
         for way in WAYS
     ],
@@ -209,7 +210,7 @@ def test_what_the_page_says_of_a_way_to_run_holds(name, way):
             WAYS[way](name)
 
 
-# ---- operators, as the functions call them with each of their options
+# ---- operators, as the functions call them
 
 
 def registered():
@@ -249,87 +250,49 @@ def _detached(x):
     return x.detach() if isinstance(x, torch.Tensor) else x
 
 
-def draw(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape) + shape[0]))
+def calls(backend):
+    """``(function, what it takes after hidden and weight, options that reach its operators)``."""
+    _, teacher = inputs()
+    bias, labels = torch.linspace(-1, 1, V).requires_grad_(), LABELS.where(LABELS >= 0, 7)
+    logits = {"bias": bias, "softcap": 5.0, "logit_scale": -0.7}
+    of_tokens = logits | {"ignore_index": 7, "chunk_tokens": 2}
+    terms = {"label_smoothing": 0.1, "z_loss": 0.1, "token_weight": torch.linspace(0, 1, N)}
+    losses = of_tokens | terms
+    of_classes = {"class_weight": torch.linspace(0, 1, V)}
+    of_pair = of_tokens | {
+        "divergence": "jsd", "beta": 0.3, "temperature": 1.7, "ce_weight": 0.4,
+        "teacher_bias": torch.linspace(1, -1, V), "teacher_softcap": 3.0,
+        "teacher_logit_scale": 1.3, "token_weight": torch.linspace(0, 1, N),
+    }  # fmt: skip
+    each = {"temperature": torch.linspace(0.5, 2, N)}
+    beside = {"argmax_out": torch.zeros(N, dtype=torch.int64)}
+    monitor = {"monitor": ("correct", "entropy", "z_loss")}
+    by_token = functools.partial(fusedce.fused_cross_entropy, reduction="none")
+    several = torch.stack([labels, labels.clamp(min=3), labels], dim=1)
+    yield fusedce.fused_ce, (labels,), losses | beside | monitor
+    yield fusedce.fused_cross_entropy, (labels,), losses | of_classes
+    yield by_token, (labels,), losses | of_classes
+    yield fusedce.fused_logprobs, (labels,), of_tokens | each | {"mean_logit": True}
+    yield fusedce.fused_logprobs, (several,), of_tokens | each
+    yield fusedce.fused_argmax, (), logits
+    yield fusedce.fused_kl, (*teacher, labels), of_pair | {"monitor": ("correct", "entropy")}
+    yield fusedce.fused_kl_tokens, (*teacher, labels), of_pair
+    if backend == "torch":  # which class probabilities are of
+        given = torch.linspace(0.1, 1, N * V).view(N, V).softmax(-1)
+        yield fusedce.fused_cross_entropy, (given,), logits | terms | of_classes
 
 
-def option_values():
-    """Values of every option that reaches an operator, by name."""
-    return {
-        "bias": draw(V).requires_grad_(),
-        "softcap": 5.0,
-        "logit_scale": -0.7,
-        "label_smoothing": 0.1,
-        "z_loss": 0.1,
-        "ignore_index": 7,
-        "token_weight": torch.linspace(0, 1, N),
-        "class_weight": torch.linspace(0, 1, V),
-        "chunk_tokens": 2,
-        "memory_budget": 2**24,
-        "argmax_out": torch.zeros(N, dtype=torch.int64),
-        "monitor": ("correct", "entropy", "z_loss"),
-        "temperature": torch.linspace(0.5, 2, N),
-        "mean_logit": True,
-        "divergence": "jsd",
-        "beta": 0.3,
-        "ce_weight": 0.4,
-        "teacher_bias": draw(V),
-        "teacher_softcap": 3.0,
-        "teacher_logit_scale": 1.3,
-    }
-
-
-_OF_LOGITS = ("bias", "softcap", "logit_scale")
-_OF_CHUNKS = ("ignore_index", "chunk_tokens", "memory_budget")
-_OF_LOSSES = (*_OF_LOGITS, *_OF_CHUNKS, "label_smoothing", "z_loss", "token_weight")
-_OF_TOKENS = (*_OF_LOGITS, *_OF_CHUNKS, "temperature")
-_OF_TEACHERS = ("divergence", "beta", "ce_weight", "teacher_bias", "teacher_softcap",
-                "teacher_logit_scale", "token_weight")  # fmt: skip
-# Functions, and the options of each that change what its operators get.
-OPTIONS_OF = {
-    "fused_ce": (*_OF_LOSSES, "argmax_out", "monitor"),
-    "fused_cross_entropy": (*_OF_LOSSES, "class_weight"),
-    "fused_cross_entropy of tokens": (*_OF_LOSSES, "class_weight"),
-    "fused_cross_entropy of class probabilities": (
-        *_OF_LOGITS, "label_smoothing", "z_loss", "token_weight", "class_weight",
-    ),
-    "fused_logprobs": (*_OF_TOKENS, "mean_logit"),
-    "fused_logprobs of several classes": _OF_TOKENS,
-    "fused_argmax": _OF_LOGITS,
-    "fused_kl": (*_OF_LOGITS, *_OF_CHUNKS, *_OF_TEACHERS, "monitor"),
-    "fused_kl_tokens": (*_OF_LOGITS, *_OF_CHUNKS, *_OF_TEACHERS),
-}  # fmt: skip
-
-
-def run(name, options, backend="torch"):
-    """Sizes a function with some options, with gradients twice through one graph and without."""
-    given = {k: v for k, v in option_values().items() if k in options} | {"backend": backend}
-    if name.startswith("fused_kl") and "temperature" in given:
-        given["temperature"] = 1.7
-    if name == "fused_kl" and "monitor" in given:
-        given["monitor"] = ("correct", "entropy")
-    leaves = [draw(N, H).requires_grad_(), draw(V, H).requires_grad_()]
-    labels = torch.tensor([1, V - 1, -100 if "ignore_index" not in options else 7, 0, 7])
-    function, _, of = name.partition(" of ")
-    if of == "several classes":
-        labels = torch.stack([labels, labels.clamp(min=3), labels], dim=1)
-    elif of == "class probabilities":
-        labels = draw(N, V).softmax(-1)
-    arguments = [*leaves, labels]
-    if function.startswith("fused_kl"):
-        arguments = [*leaves, draw(N, 4), draw(V, 4), labels]
-    if function == "fused_argmax":
-        arguments = leaves
-    if of == "tokens":
-        given["reduction"] = "none"
-    found = getattr(fusedce, function)(*arguments, **given)
+def trained_and_evaluated(function, arguments, options):
+    """Call a function with gradients, twice through one graph, and without."""
+    leaves, _ = inputs()
+    found = function(*leaves, *arguments, **options)
     with torch.no_grad():
-        getattr(fusedce, function)(*arguments, **given)
+        function(*leaves, *arguments, **options)
     found = (found,) if isinstance(found, torch.Tensor) else found
-    loss = sum(x.sum() for x in found if x.requires_grad)
-    if isinstance(loss, torch.Tensor):
-        loss.backward(retain_graph=True)
-        loss.backward()
+    differentiable = [x.sum() for x in found if x.requires_grad]
+    if differentiable:
+        sum(differentiable).backward(retain_graph=True)
+        sum(differentiable).backward()
 
 
 def signature(name, arguments):
@@ -340,46 +303,23 @@ def signature(name, arguments):
     )
 
 
-# With FUSEDCE_OPCHECK=whole every call is traced with symbolic shapes as well: a minute.
-QUICK = ("test_schema", "test_autograd_registration", "test_faketensor")
-WHOLE = (*QUICK, "test_aot_dispatch_dynamic")
-
-
-def opchecked(name, options, backend):
-    """Names of the operators that a function calls, with each option alone and with all of them.
-
-    ``opcheck`` runs an operator for real, on fake tensors, with autograd and, without options
-    and with all of them on the torch backend, through ``aot_dispatch`` with symbolic shapes.
-    """
-    found, every = set(), tuple(x for x in options if x != "memory_budget")
-    for chosen in ((), every, *((option,) for option in options)):
-        quick = len(chosen) == 1 or backend == "triton"
-        tests = QUICK if quick and not os.environ.get("FUSEDCE_OPCHECK") else WHOLE
-        with recorded() as calls:
-            run(name, chosen, backend)
-        assert calls, (name, chosen)
-        distinct = {signature(which, args): (op, args) for which, op, args in calls}
-        for operator, arguments in distinct.values():
-            torch.library.opcheck(operator, arguments, test_utils=tests)
-        found |= {which for which, *_ in calls}
-    return found
-
-
 @pytest.mark.slow
-def test_opcheck_of_every_operator_with_every_option():
-    found = set()
-    for name, options in OPTIONS_OF.items():
-        found |= opchecked(name, options, "torch")
-    assert found == registered()
-
-
-@pytest.mark.slow
-def test_opcheck_on_triton():
-    found = set()
-    for name in OPTIONS_OF:
-        if "class probabilities" not in name:  # are of the torch backend
-            found |= opchecked(name, (), "triton")
-    assert found == registered()
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_opcheck_of_every_operator(backend):
+    """Plain, and with all options: for real, on fake tensors, with autograd, of symbolic sizes."""
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if backend == "torch":  # (the interpreter is slow)
+        tests.append("test_aot_dispatch_dynamic")
+    distinct = {}
+    for function, arguments, options in calls(backend):
+        for chosen in ({}, options):
+            with recorded() as seen:
+                trained_and_evaluated(function, arguments, chosen | {"backend": backend})
+            assert seen, (function, chosen)
+            distinct |= {signature(which, args): (op, args) for which, op, args in seen}
+    for operator, given in distinct.values():
+        torch.library.opcheck(operator, given, test_utils=tests)
+    assert {name for name, _ in distinct} == registered()
 
 
 @pytest.mark.slow

@@ -1,16 +1,13 @@
 """A vocabulary spread over real gloo processes gives what the whole one gives: a table of calls."""
 
 import functools
-import os
-import random
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import ranks
-from support.oracle import finished_logits
 from support.params import slow
-from support.vocabulary import Layout, compare, inputs, sure
+from support.vocabulary import OF_TOKENS, Layout, compare, inputs, sure
 from torch.distributed.tensor import DTensor
 
 from fusedce import (
@@ -22,7 +19,6 @@ from fusedce import (
     fused_logprobs,
     fused_topk,
 )
-from fusedce.sharded import sharded_ce, sharded_cross_entropy, sharded_logprobs
 
 
 def monitored(hidden, weight, labels, **options):
@@ -142,6 +138,10 @@ def of_row(row, rank):
     x = inputs(V, getattr(torch, dtype), **OPTIONS[options]) | {"backend": backend}
     if special in GAPS:
         x = sure(x, GAPS[special])
+    if special == "nothing valid":
+        x["labels"] = torch.full_like(x["labels"], -100)
+    if special == "no tokens":
+        x |= {name: x[name][:0] for name in OF_TOKENS if name in x}
     if special == "masked":
         x["bias"][1:4] = -torch.inf
         x["labels"] = torch.where((x["labels"] > 0) & (x["labels"] < 4), 0, x["labels"])
@@ -204,6 +204,15 @@ TORCH = [
     ("statistics", "all of K", "torch", "float64"),
     ("statistics", "K", "torch", "bfloat16"),
     ("statistics", "temperatures of K", "torch", "float64", "own tokens"),
+    ("statistics", "plain", "torch", "float32", "", "sure and right"),
+    *(
+        (function, "plain", "torch", "float64", layout, special)
+        for function in ("sum", "losses", "statistics")
+        for layout in ("", "own tokens")
+        for special in ("nothing valid", "no tokens")
+    ),
+    ("statistics", "K", "torch", "float64", "own tokens", "no tokens"),
+    ("topk", "plain", "torch", "float64", "", "no tokens"),
     *(
         (function, kind, "torch", "float64", layout)
         for function in ("divergence", "divergences")
@@ -253,8 +262,14 @@ TRITON = [
     ("losses", "class weights", "triton", "float32"),
     ("losses", "everything", "triton", "float32"),
     ("losses", "everything", "triton", "bfloat16"),
+    *(
+        (function, "plain", "triton", "float32", layout, "nothing valid")
+        for function in ("sum", "losses", "statistics")
+        for layout in ("", "own tokens")
+    ),
     ("statistics", "plain", "triton", "float32"),
     ("statistics", "bias", "triton", "float32", "", "masked"),
+    ("statistics", "plain", "triton", "float32", "", "sure and right"),
     ("statistics", "temperatures", "triton", "float32"),
     ("statistics", "all of statistics", "triton", "float32"),
     ("statistics", "all of statistics", "triton", "bfloat16"),
@@ -283,86 +298,3 @@ def rows():
 def test_equals_the_whole_vocabulary(run, world, row):
     first, *others = ranks.of(results(run, world), row)
     assert all(found == first for found in others)  # the same bits on all ranks
-
-
-# ---- random calls -------------------------------------------------------------------------------
-
-FIRST = int(os.environ.get("FUSEDCE_SEED", "0"))
-COUNT = int(os.environ.get("FUSEDCE_SHARDED_EXAMPLES", "15"))
-SHARDED = {
-    sharded_ce: fused_ce,
-    sharded_cross_entropy: fused_cross_entropy,
-    sharded_logprobs: fused_logprobs,
-}
-OF_ALL = {"softcap": (1.0, 30.0), "logit_scale": (0.25, -1.5)}
-OF_LOSSES = {"label_smoothing": (0.1, 1.0), "z_loss": (1e-4, 0.3)}
-ROUNDINGS = ((torch.float64, 2**16), (torch.float32, 32), (torch.bfloat16, 0.5))
-FLOORS = {dtype: n * torch.finfo(dtype).eps for dtype, n in ROUNDINGS}  # where both are lucky
-
-
-def example(seed, world):
-    """Draw a function, rows of each rank and arguments, alike on every rank."""
-    rng = random.Random(seed)
-    sharded = rng.choice([*SHARDED])
-    sizes = [rng.choice([0, 1, rng.randint(1, 40)]) for _ in range(world)]
-    sizes[rng.randrange(world)] += 3
-    dtype = rng.choice([torch.float64, torch.float32, torch.float32, torch.bfloat16])
-    of_tokens = sharded is sharded_logprobs
-    options = {
-        name: rng.choice(values)
-        for name, values in (OF_ALL if of_tokens else OF_ALL | OF_LOSSES).items()
-        if rng.random() < 0.4
-    }
-    if of_tokens and rng.random() < 0.5:
-        options["temperature"] = rng.choice([0.4, 2.0, True])
-    if of_tokens and rng.random() < 0.4:
-        options["kind"] = "several"
-    if sharded is sharded_cross_entropy:
-        options["reduction"] = rng.choice(["mean", "sum", "none"])
-        options["class_weight"] = rng.random() < 0.5
-    options["token_weight"] = not of_tokens and rng.random() < 0.5
-    options["bias"] = rng.random() < 0.5
-    if rng.random() < 0.3:
-        options["chunk_tokens"] = rng.randint(1, 12)
-    x = inputs(sum(sizes), dtype, n=rng.randint(3, 30), seed=seed, **options)
-    backend = "triton" if dtype != torch.float64 and rng.random() < 0.15 else "torch"
-    return sharded, tuple(sizes), x | {"backend": backend}
-
-
-def one_example(seed, rank):
-    """Compare the example of a seed."""
-    world = dist.get_world_size()
-    sharded, sizes, x = example(seed, world)
-    at = 3 if sharded is sharded_logprobs else None
-    out = compare(
-        x, SHARDED[sharded], Layout({world: sizes}), rank, sharded=sharded, floors=FLOORS,
-        name=f"seed {seed},", skipped=at,
-    )  # fmt: skip
-    if at:
-        likeliest(out[at], x, seed)
-
-
-def likeliest(argmax, x, seed):
-    """Check that each ``argmax`` has the largest logit; a soft-cap makes several nearly equal."""
-    options = {k: v for k, v in x.items() if k in OF_ALL}
-    bias = x["bias"].double() if "bias" in x else None
-    z = finished_logits(x["hidden"].double(), x["weight"].double(), bias, **options)
-    valid = x["labels"].reshape(len(z), -1).ne(-100).any(1)
-    assert argmax[~valid].eq(-1).all(), seed
-    below = z.amax(1) - z.gather(1, argmax.clamp(min=0)[:, None])[:, 0]
-    # eps times sums of H products, which may be a hundred times their result
-    assert (below[valid] <= 1e-5 * z.abs().amax(1)[valid]).all(), seed
-
-
-def examples(count, rank):
-    for seed in range(FIRST, FIRST + count):
-        one_example(seed, rank)
-
-
-@pytest.mark.slow
-@pytest.mark.hypothesis
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("world", [2, 4])
-def test_any_call_on_ranks(world):
-    count = COUNT if world == 2 else COUNT // 3
-    ranks.shared({"examples": functools.partial(examples, count)}, world)("examples")

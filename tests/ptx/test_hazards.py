@@ -1,4 +1,7 @@
-"""Each hazard that the PTX interpreter looks for is found where planted, and not where mended."""
+"""Each hazard of a CTA that the PTX interpreter looks for is found where planted, not where mended.
+
+Those between CTAs are planted in compiled code: tests/compiled/test_breakages.py.
+"""
 
 import numpy as np
 import pytest
@@ -85,50 +88,6 @@ def test_a_copy_is_read_after_its_wait_and_by_others_after_a_barrier(timing):
     assert "another warp wrote" in fault(COPY + WAIT + READ_OTHER, X, threads=64, timing=timing)
     run(COPY + WAIT + "bar.sync 0;\n" + READ_OTHER, X, threads=64, timing=timing)
     assert "out of bounds" in fault(COPY, X[:16], timing=timing)
-
-
-# ---- CTAs ---------------------------------------------------------------------------------------
-
-TICKET = """
-    mov.u32 %r9, %ctaid.x;
-    setp.eq.u32 %p1, %r0, 0;
-    mul.wide.u32 %rd9, %r9, 4;
-    add.s64 %rd9, %rd9, %rd0;
-    @%p1 st.global.b32 [%rd9], 5;
-    bar.sync 0;
-    mov.u32 %r4, 0;
-    @%p1 atom.global.gpu.{order}.add.u32 %r4, [%rd1], 1;
-    shfl.sync.idx.b32 %r4, %r4, 0, 31, -1;
-    setp.eq.u32 %p2, %r4, 2;
-    @!%p2 bra $END;
-    bar.sync 0;
-    mov.u32 %r5, 0;
-    mov.u32 %r6, 0;
-$MORE:
-    mul.wide.u32 %rd8, %r5, 4;
-    add.s64 %rd8, %rd8, %rd0;
-    ld.global.cg.b32 %r7, [%rd8];
-    add.s32 %r6, %r6, %r7;
-    add.s32 %r5, %r5, 1;
-    setp.lt.u32 %p3, %r5, 3;
-    @%p3 bra $MORE;
-    @%p1 st.global.b32 [%rd2], %r6;
-$END:"""
-
-
-def tickets(order="acq_rel"):
-    return TICKET.format(order=order), np.zeros(3, U32), np.zeros(1, U32), np.zeros(1, U32)
-
-
-@pytest.mark.parametrize("order", [0, 1, 2])
-def test_the_last_of_several_ctas_reads_what_they_wrote(order):
-    """A ticket that releases and acquires orders their accesses."""
-    body, *tensors = tickets()
-    _, ticket, total = run(body, *tensors, ctas=3, order=order)
-    assert ticket == 3
-    assert total == 15
-    body, *tensors = tickets(order="relaxed")
-    assert "race of CTAs" in fault(body, *tensors, ctas=3, order=order)
 
 
 # ---- TMA and mbarriers --------------------------------------------------------------------------

@@ -5,8 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import (
-    BertConfig,
-    BertForTokenClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
 )
@@ -96,32 +94,22 @@ class Attended(Means):
 
 
 class Documents(torch.utils.data.Dataset):
-    """One class for each row, or one for each of its tokens."""
+    """One class for each row."""
 
-    def __init__(self, tokens):
+    def __init__(self):
         self.rows = [
-            {
-                "input_ids": row["input_ids"],
-                "labels": row["labels"].clamp(max=2) if tokens else torch.tensor(i % 3),
-            }
+            {"input_ids": row["input_ids"], "labels": torch.tensor(i % 3)}
             for i, row in enumerate(Dataset(10).rows)
         ]
 
     __len__, __getitem__ = Dataset.__len__, Dataset.__getitem__
 
 
-OF_THREE_CLASSES = {
-    "vocab_size": V, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_labels": 3, "pad_token_id": 0,
-}  # fmt: skip
-
-
 def classifier():
     torch.manual_seed(0)
-    return LlamaForSequenceClassification(LlamaConfig(**OF_THREE_CLASSES))
-
-
-def tagger():
-    torch.manual_seed(0)
-    without_dropout = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
-    return BertForTokenClassification(BertConfig(**OF_THREE_CLASSES, **without_dropout))
+    return LlamaForSequenceClassification(
+        LlamaConfig(
+            vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+            num_attention_heads=2, num_labels=3, pad_token_id=0,
+        )
+    )  # fmt: skip

@@ -165,12 +165,11 @@ def near(a, b, exact, floor, name, of=None):
     assert error <= 2 * theirs + floor * size, f"{name}: {error:.1e} against {theirs:.1e}"
 
 
-def compare(x, function, layout, rank, *, sharded=None, floors=FLOORS, name="", skipped=None):
+def compare(x, function, layout, rank):
     """Compare ``function`` on shards with the whole head; return the results of this rank.
 
     Errors are at most twice those of the whole, both against float64, plus a floor by dtype; the
-    same without gradients. ``sharded`` is another name of the function for shards, ``skipped`` the
-    position of a result that the caller compares.
+    same without gradients.
     """
     dtype, n, V = x["hidden"].dtype, len(x["hidden"]), len(x["weight"])
     real = layout.real(dist.get_world_size())
@@ -180,29 +179,28 @@ def compare(x, function, layout, rank, *, sharded=None, floors=FLOORS, name="", 
     else:
         asked = {"tokens_sharded": layout.own_tokens, "process_group": dist.group.WORLD}
         local |= asked | ({"vocab_size": real} if layout.padded else {})
-    out, grads = answers(sharded or function, local, tokens, n)
+    out, grads = answers(function, local, tokens, n)
     classes = {k: v[:real] if k in OF_ROWS else v for k, v in x.items()}
     theirs, their_grads = answers(function, whole(classes), n=n)
     wide = {k: v.double() if is_floating(v) else v for k, v in classes.items()}
     exact, exact_grads = answers(function, whole(wide | {"backend": "torch"}), n=n)
     with torch.no_grad():
-        alone, _ = answers(sharded or function, local, tokens, n)
-    of_results = floors[torch.float64 if dtype == torch.float64 else torch.float32]
+        alone, _ = answers(function, local, tokens, n)
+    of_results = FLOORS[torch.float64 if dtype == torch.float64 else torch.float32]
     for at, results in enumerate(zip(out, alone, theirs, exact, strict=True)):
         a, without, b, e = (y[tokens] if y.dim() and i > 1 else y for i, y in enumerate(results))
-        if at != skipped:
-            near(a, b, e, of_results, f"{name} result {at}")
-            near(without, b, e, of_results, f"{name} result {at} without gradients")
+        near(a, b, e, of_results, f"result {at}")
+        near(without, b, e, of_results, f"result {at} without gradients")
     for of, grad in grads.items():
         if grad is None and their_grads[of] is None:  # a result without a gradient
             continue
         if layout.hidden and (of != "hidden" or layout.hidden == "placed"):
-            assert isinstance(grad, DTensor), name
+            assert isinstance(grad, DTensor), of
             grad = grad.to_local()
         both = (padded(g[of], V) if of in OF_ROWS else g[of] for g in (their_grads, exact_grads))
         b, e = (g[tokens if of == "hidden" else rows] for g in both)
-        assert grad.dtype == dtype, name
-        near(grad, b, e, floors[dtype], f"{name} {of}", exact_grads[of])
+        assert grad.dtype == dtype, of
+        near(grad, b, e, FLOORS[dtype], of, exact_grads[of])
     return out
 
 

@@ -14,7 +14,6 @@ from support.tiny_trainer import (
     Dataset,
     FusedTrainer,
     arguments,
-    bart,
     gpt2,
     llama,
     mixtral,
@@ -27,8 +26,6 @@ from torch import nn
 from torch.utils.data import default_collate
 from transformers import (
     LlamaForCausalLM,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
     default_data_collator,
@@ -62,16 +59,6 @@ def test_count_after_the_shift(tmp_path):
     ours = first_step(FusedTrainer, gpt2, tmp_path, 4, train_dataset=labelled())
     assert stock[0] == pytest.approx(exact * 11 / 12, rel=8 * SAME_MODEL)
     assert ours[0] == pytest.approx(exact, rel=STATISTIC)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [llama, gpt2, bart, mixtral])
-def test_one_step_is_one_step_whatever_the_split(make, tmp_path):
-    whole = first_step(FusedTrainer, make, tmp_path, 1)
-    parts = first_step(FusedTrainer, make, tmp_path, 16)
-    assert parts[0] == pytest.approx(whole[0], rel=STATISTIC)
-    if make is not mixtral:  # whose auxiliary loss is another one for other micro-batches
-        assert parts[1] == pytest.approx(whole[1], rel=SAME_MODEL)
 
 
 @pytest.mark.slow
@@ -217,25 +204,6 @@ def test_a_prediction_step_of_the_users_own_is_not_training(tmp_path):
     torch.testing.assert_close(
         alone.prediction_step(alone.model, dict(batch), True)[0], llama()(**batch).loss.detach()
     )
-
-
-def test_a_loss_that_was_not_counted_stays_the_trainers_own(tmp_path):
-    """Seq2SeqTrainer does not call compute_loss where it generates."""
-
-    class Fused(fusedce.FusedTrainerMixin, Seq2SeqTrainer):
-        pass
-
-    losses = []
-    for kind in (Seq2SeqTrainer, Fused):
-        args = Seq2SeqTrainingArguments(
-            str(tmp_path), predict_with_generate=True, generation_max_length=6, use_cpu=True,
-            report_to=[], disable_tqdm=True,
-        )  # fmt: skip
-        trainer = kind(
-            model=bart(), args=args, eval_dataset=Dataset(4), compute_metrics=lambda _: {"n": 1}
-        )
-        losses.append(trainer.evaluate()["eval_loss"])
-    assert losses[1] == pytest.approx(losses[0], rel=STATISTIC)
 
 
 @pytest.mark.slow

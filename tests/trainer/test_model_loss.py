@@ -160,7 +160,7 @@ def test_a_loss_that_is_not_fused_is_counted(make, why, caplog):
 
 def test_a_model_that_has_no_output_head_is_counted(caplog):
     model = classifier()
-    data = Documents(tokens=False)
+    data = Documents()
     stepped(model, [{name: x[None] for name, x in row.items()} for row in data.rows])
     (warning,) = warned(caplog)
     assert "no output embeddings" in warning

@@ -4,16 +4,13 @@ import logging
 
 import pytest
 import torch
-from support import ranks
 from support.bounds import SAME_MODEL
-from support.engines import accelerator
 from support.tiny_trainer import (
     Dataset,
     FusedTrainer,
     arguments,
     llama,
     train,
-    true_mean,
 )
 from support.unfused import (
     Attended,
@@ -21,10 +18,7 @@ from support.unfused import (
     MaskedMean,
     MeanOfRows,
     Means,
-    TwoLosses,
     classifier,
-    dora,
-    tagger,
 )
 from transformers import Trainer
 
@@ -65,28 +59,6 @@ def test_a_loss_of_other_code(tmp_path, caplog, shift):
         assert logs["eval_loss"] == pytest.approx(many[0][0], rel=SAME_MODEL)
 
 
-def test_dora_on_the_head(tmp_path, caplog):
-    """The first loss is the token mean; the reason stands in the warning and in the report."""
-    one, many, warning = one_and_many(dora, tmp_path, caplog)
-    assert many[0][0] == pytest.approx(true_mean(dora(), DATA), rel=10 * SAME_MODEL)
-    assert many[0] == pytest.approx(one[0], rel=100 * SAME_MODEL)
-    assert many[1] == pytest.approx(one[1], rel=1e3 * SAME_MODEL)
-    report = head_report(many[2].model)
-    assert report.losses_fused == 0
-    assert report.logits_made > 0
-    assert any(place.line in warning for place in report.places)
-
-
-def test_several_terms_are_trained_and_called_approximate(tmp_path, caplog):
-    """One micro-batch has the model's own loss; logits are not made for either term."""
-    one, _, warning = one_and_many(TwoLosses, tmp_path, caplog)
-    batch = torch.utils.data.default_collate(DATA.rows)
-    assert one[0][0] == pytest.approx(float(TwoLosses()(**batch).loss), rel=SAME_MODEL)
-    assert "2 fused losses" in warning
-    assert "their weights are approximate" in warning
-    assert head_report(one[2].model).logits_made == 0
-
-
 @pytest.mark.parametrize("make", [lambda: Means(terms=3), MeanOfRows])
 def test_what_is_no_mean_over_the_labels_alone_is_called_approximate(tmp_path, caplog, make):
     batch = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
@@ -101,7 +73,7 @@ def test_classification_of_sequences_is_the_stock_trainers(tmp_path, caplog):
 
     The stock trainer is right for one batch alone: with more it adds their means up.
     """
-    data = Documents(tokens=False)
+    data = Documents()
     one, many, warning = one_and_many(classifier, tmp_path, caplog, data)
     assert many[0] == pytest.approx(one[0], rel=10 * SAME_MODEL)
     _, stock, seen, _ = train(Trainer, classifier(), arguments(tmp_path, 8, 1), train_dataset=data)
@@ -110,12 +82,6 @@ def test_classification_of_sequences_is_the_stock_trainers(tmp_path, caplog):
     assert "no output embeddings" in warning
     assert "no output embeddings" in str(head_report(many[2].model))
     assert "pass head=" not in warning
-
-
-def test_classification_of_tokens_has_the_token_mean(tmp_path, caplog):
-    one, many, _ = one_and_many(tagger, tmp_path, caplog, Documents(tokens=True))
-    assert many[0] == pytest.approx(one[0], rel=10 * SAME_MODEL)
-    assert many[1] == pytest.approx(one[1], rel=100 * SAME_MODEL)
 
 
 @pytest.mark.parametrize("make", [Means, MaskedMean])
@@ -131,24 +97,6 @@ def test_a_micro_batch_without_labels_changes_nothing(tmp_path, make):
     )
     assert losses == pytest.approx(without, rel=10 * SAME_MODEL)
     assert seen.norms == pytest.approx(of_them.norms, rel=100 * SAME_MODEL)
-
-
-def trained(folder, size, steps, rank=None):
-    if rank is not None:
-        accelerator(rank)
-    trainer, losses, seen, _ = train(
-        FusedTrainer, Means(), arguments(folder, size, steps), train_dataset=DATA, eval_dataset=DATA
-    )
-    return losses, seen.norms, trainer.evaluate()["eval_loss"]
-
-
-def test_two_ranks_train_as_one(tmp_path):
-    """Two micro-batches of two rows on each rank are a step of eight rows on one."""
-    two, other = ranks.shared({"two": lambda rank: trained(tmp_path, 2, 2, rank)})("two")
-    one = trained(tmp_path, 8, 1)
-    for mine, exact in zip(two, one, strict=True):
-        assert mine == pytest.approx(exact, rel=100 * SAME_MODEL)
-    assert other[1] == pytest.approx(two[1], rel=SAME_MODEL)
 
 
 def test_a_fused_loss_is_not_counted_by_labels(tmp_path, caplog):

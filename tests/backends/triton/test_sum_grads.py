@@ -116,17 +116,6 @@ def test_a_block_with_no_other_class_has_no_say(dtype, classes, masked, level):
         assert (a.double() - b).norm() <= rounding(hidden, weight, bias) * b.norm()
 
 
-@pytest.mark.parametrize("name", ["hidden", "weight"])
-def test_matrices_may_be_transposed(name):
-    hidden, weight, labels = inputs(torch.float32, 1, 0.0, n=20)
-    x = {"hidden": hidden, "weight": weight}
-    exact, _ = gradients(Problem(**x, labels=labels))
-    x[name] = x[name].t().contiguous().t()
-    found, _ = gradients(Problem(**x, labels=labels))
-    for a, b in zip(found[:2], exact[:2], strict=True):
-        assert error(a, b.double()) <= SAME_SUMS
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_an_impossible_label_costs_infinity_and_has_a_gradient(dtype):
     hidden, weight, labels = inputs(dtype, 1, 0.0, n=20)
