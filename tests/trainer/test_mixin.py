@@ -14,6 +14,7 @@ from support.tiny_trainer import (
     Dataset,
     FusedTrainer,
     arguments,
+    bart,
     gpt2,
     llama,
     mixtral,
@@ -59,6 +60,16 @@ def test_count_after_the_shift(tmp_path):
     ours = first_step(FusedTrainer, gpt2, tmp_path, 4, train_dataset=labelled())
     assert stock[0] == pytest.approx(exact * 11 / 12, rel=8 * SAME_MODEL)
     assert ours[0] == pytest.approx(exact, rel=STATISTIC)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [llama, gpt2, bart, mixtral])
+def test_one_step_is_one_step_whatever_the_split(make, tmp_path):
+    whole = first_step(FusedTrainer, make, tmp_path, 1)
+    parts = first_step(FusedTrainer, make, tmp_path, 16)
+    assert parts[0] == pytest.approx(whole[0], rel=STATISTIC)
+    if make is not mixtral:  # whose auxiliary loss is another one for other micro-batches
+        assert parts[1] == pytest.approx(whole[1], rel=SAME_MODEL)
 
 
 @pytest.mark.slow
