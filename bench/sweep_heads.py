@@ -61,7 +61,7 @@ def check(model_type: str, class_name: str) -> dict[str, Any]:
     row: dict[str, Any] = {"model_type": model_type, "class": class_name}
     try:
         config = CONFIG_MAPPING[model_type]()
-        model = tools.build(getattr(transformers, class_name), config, steps=True)
+        model = tools.build(getattr(transformers, class_name), config, transforms=True)
     except Exception as e:
         return row | {"not_built": f"{type(e).__name__}: {str(e)[:150]}"}
     try:

@@ -59,7 +59,7 @@ def check(
         config = config_of(model)
         kind = class_of(model, config)
         # Without a user's configuration, set scales and caps that make a wrong loss visible.
-        module = build(kind, config, steps=model in (kind.__name__, config.model_type))
+        module = build(kind, config, transforms=model in (kind.__name__, config.model_type))
     return _compare(_with_lora(module) if peft else module, dtype, compiled, progress)
 
 
@@ -213,7 +213,7 @@ SMALL = {
     "layer_types": None, "mlp_layer_types": None,
 }  # fmt: skip
 # Scales and caps of the logits, set to values that make a wrong loss visible.
-STEPS = {
+LOGIT_TRANSFORMS = {
     "final_logit_softcapping": 3.0, "logit_scale": 0.37, "logits_scaling": 1.7,
     "lm_head_multiplier": 0.6, "logits_soft_cap": 3.0, "output_logit_softcap": 3.0,
     "mup_width_multiplier": 1.3, "output_multiplier": 0.6,
@@ -232,7 +232,7 @@ ATTEMPTS: list[dict[str, Any]] = [
     {"part": "text_config"},
 ]
 # Changes for single model types.
-RECIPES: dict[str, dict[str, Any]] = {
+OVERRIDES_BY_TYPE: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 4},
     "gptj": {"rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -252,35 +252,35 @@ MOST_PARAMETERS = 2e7
 
 
 def small_config(
-    config: PretrainedConfig, attempt: dict[str, Any], *, steps: bool
+    config: PretrainedConfig, attempt: dict[str, Any], *, transforms: bool
 ) -> PretrainedConfig:
     """``config`` with the sizes of :data:`SMALL` and the changes of one attempt.
 
-    ``steps`` also sets the :data:`STEPS` that the architecture knows; without it, those that
-    ``config`` has set keep their value.
+    ``transforms`` also sets the :data:`LOGIT_TRANSFORMS` that the architecture knows; without it,
+    those that ``config`` has set keep their value.
     """
     from transformers import AutoConfig, PretrainedConfig
 
-    more = STEPS if steps else {}
+    more = LOGIT_TRANSFORMS if transforms else {}
     changes = {k: v for k, v in (SMALL | more | attempt).items() if v is not ...}
     known = config.to_dict()
     values = {}
     for name, value in changes.items():
         if name not in known and name not in getattr(config, "attribute_map", {}):
             continue
-        may_be_unset = name in ("pad_token_id", "layer_types") or name in STEPS
+        may_be_unset = name in ("pad_token_id", "layer_types") or name in LOGIT_TRANSFORMS
         if known.get(name) is None and not may_be_unset:
             continue
         values[name] = value
     for name, part in config.sub_configs.items():  # text and vision towers
         own = getattr(config, name, None)
         if attempt.get("part") == name and part is not AutoConfig:
-            return small_config(own or part(), attempt, steps=steps)
+            return small_config(own or part(), attempt, transforms=transforms)
         if isinstance(own, PretrainedConfig):
-            values[name] = small_config(own, attempt, steps=steps)
+            values[name] = small_config(own, attempt, transforms=transforms)
     values |= {k: v for k, v in attempt.items() if k in known and v is not ...}
-    if not steps:
-        kept = {k: known[k] for k in STEPS if known.get(k) is not None}
+    if not transforms:
+        kept = {k: known[k] for k in LOGIT_TRANSFORMS if known.get(k) is not None}
         kept |= {k: v for k, v in known.items() if k.startswith("tie_") or k.endswith("_bias")}
         values = kept | values
     small = type(config)(**values)
@@ -290,14 +290,14 @@ def small_config(
     return small
 
 
-def build(model_class: type[nn.Module], config: PretrainedConfig, *, steps: bool) -> nn.Module:
+def build(model_class: type[nn.Module], config: PretrainedConfig, *, transforms: bool) -> nn.Module:
     """A small model that runs, in float32, from seed 0; its logits are not nearly equal.
 
     Raises:
         UserError: no attempt can be built and run.
     """
-    first, recipe = None, RECIPES.get(config.model_type)
-    for attempt in [*([recipe] if recipe else []), *ATTEMPTS]:
+    first, overrides = None, OVERRIDES_BY_TYPE.get(config.model_type)
+    for attempt in [*([overrides] if overrides else []), *ATTEMPTS]:
         try:
             model = _attempted(model_class, config, attempt, steps)
             run(model, batch(model.config))
@@ -311,9 +311,12 @@ def build(model_class: type[nn.Module], config: PretrainedConfig, *, steps: bool
 
 
 def _attempted(
-    model_class: type[nn.Module], config: PretrainedConfig, attempt: dict[str, Any], steps: bool
+    model_class: type[nn.Module],
+    config: PretrainedConfig,
+    attempt: dict[str, Any],
+    transforms: bool,
 ) -> Any:
-    small = small_config(config, attempt, steps=steps)
+    small = small_config(config, attempt, transforms=transforms)
     with torch.device("meta"):
         size = sum(p.numel() for p in model_class(small).parameters())
     if size > MOST_PARAMETERS:

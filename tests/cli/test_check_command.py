@@ -29,7 +29,7 @@ def test_a_folder_keeps_its_own_scales(tmp_path):
 
     of = config_of(str(tmp_path))
     assert class_of(str(tmp_path), of).__name__ == "Gemma2ForCausalLM"
-    small = small_config(of, {}, steps=False)
+    small = small_config(of, {}, transforms=False)
     assert (small.final_logit_softcapping, small.hidden_size) == (2.5, 32)
     assert answer("check", str(tmp_path))["fused"]
 
