@@ -299,7 +299,7 @@ def build(model_class: type[nn.Module], config: PretrainedConfig, *, transforms:
     first, overrides = None, OVERRIDES_BY_TYPE.get(config.model_type)
     for attempt in [*([overrides] if overrides else []), *ATTEMPTS]:
         try:
-            model = _attempted(model_class, config, attempt, steps)
+            model = _attempted(model_class, config, attempt, transforms)
             run(model, batch(model.config))
             return model
         except Exception as problem:  # model code may fail at such small sizes
