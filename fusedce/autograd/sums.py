@@ -45,7 +45,7 @@ def loss_sum(task: Task) -> tuple[Tensor, Tensor, Tensor | None]:
     where ``wanted`` does not name them.
     """
     problem = task.problem
-    train = any(task.wanted[:3])
+    train = task.wanted.hidden or task.wanted.weight or task.wanted.bias  # (Dynamo before 2.9)
     if in_eager_mode(problem):
         if train:
             found: tuple[Tensor, Tensor, Tensor | None] = _Sum.apply(

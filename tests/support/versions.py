@@ -29,5 +29,6 @@ def marked(names, mark, where):
     return [pytest.param(name, marks=mark) if where in name else name for name in names]
 
 
-# Over gloo, two stages a rank in a V: torch 2.11's own schedules wait for each other for ever.
-V_SCHEDULES_HANG = TORCH == (2, 11)
+# Over gloo, two stages a rank in a V: torch 2.8's and 2.11's own schedules wait for each other for
+# ever.
+V_SCHEDULES_HANG = TORCH < (2, 12)

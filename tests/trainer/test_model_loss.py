@@ -11,6 +11,7 @@ from support.engines import accelerator
 from support.loops import distance
 from support.tiny_trainer import Dataset, V, llama
 from support.unfused import Documents, MaskedMean, Means, TwoLosses, classifier, dora
+from support.versions import FSDP2_MEAN
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -309,6 +310,7 @@ def of_a_sharded_model(rank):
     return [p.grad.full_tensor() for p in model.parameters()]
 
 
+@FSDP2_MEAN
 def test_several_losses_of_a_model_that_fsdp_shards_and_that_returns_its_loss_alone():
     """FSDP2 gathers the weights of the root when a gradient reaches what the model returned."""
     one = TwoLosses()
