@@ -111,7 +111,9 @@ class AccelerateEngine(Engine):
         real = 0  # samples of the last round of batches over ranks, where some are repeated
         if state is not None and state.end_of_dataloader and self._accelerator.num_processes > 1:
             real = state.remainder
-        if real <= 0:
+        loader = getattr(state, "active_dataloader", None)
+        repeats = getattr(getattr(loader, "batch_sampler", None), "even_batches", True)
+        if real <= 0 or not repeats:
             return batch
         masked = {n: batch[n].clone() for n in ("labels", "shift_labels") if n in batch}
         if not masked:
@@ -372,15 +374,27 @@ def _fsdp2_groups(module: torch.nn.Module) -> list[Any]:
 
 
 def parameters_of(module: torch.nn.Module) -> list[Tensor]:
-    """The parameters that an optimizer has; between forward and backward FSDP2 shows others."""
-    sharded = {
+    """The parameters that an optimizer has; between forward and backward FSDP shows others."""
+    own = {
         id(p._unsharded_param): p.sharded_param
         for group in _fsdp2_groups(module)
         for p in group.fsdp_params
         if hasattr(p, "_unsharded_param")
     }
+    for flat in _fsdp1_flat_parameters(module):  # (with use_orig_params: views of the whole one)
+        for infos, parameters in (
+            (flat._param_infos, flat._params),
+            (flat._shared_param_infos, flat._shared_params),
+        ):
+            for (name, holder, *_), p in zip(infos, parameters or (), strict=False):
+                own[id(getattr(holder, name))] = p
     found = module.parameters()
-    return [sharded.get(id(p), p) for p in found] if sharded else list(found)
+    return [own.get(id(p), p) for p in found] if own else list(found)
+
+
+def _fsdp1_flat_parameters(module: torch.nn.Module) -> list[Any]:
+    handles = (getattr(x, "_handle", None) for x in module.modules() if _is_fsdp1(x))
+    return [handle.flat_param for handle in handles if handle is not None]
 
 
 def is_held_by_fsdp2(module: torch.nn.Module) -> bool:

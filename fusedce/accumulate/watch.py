@@ -69,7 +69,8 @@ UNREACHED = (
     "the backward of a micro-batch has changed no gradient of the parameters that LossAccumulator "
     "was given, so that finish() cannot divide them: give it every model that its losses train "
     "(LossAccumulator([*a.parameters(), *b.parameters()])), with FSDP2 the module and not its "
-    "parameters, or watch=False if something takes the gradients away"
+    "parameters, or watch=False if something takes the gradients away, or if the losses end at "
+    "detached hidden states whose own backward comes later"
 )
 
 
@@ -163,7 +164,10 @@ class Watch:
             and has_fsdp1(self._module)
             and not all(p.requires_grad for p in self._all())
         )
-        self._in_place = not (self._sharded or self.in_pipeline) and adds_in_place(self._module)
+        replaces = any(p._post_accumulate_grad_hooks for p in self._parameters)  # perhaps
+        self._in_place = (
+            not (self._sharded or self.in_pipeline or replaces) and adds_in_place(self._module)
+        )
         self._read_gradients()
         pairs = zip(self._parameters, self._grads, strict=True)
         left = [p for p, g in pairs if g is not None and (self._streams or _is_spent(g))]

@@ -228,15 +228,15 @@ class Window:
         with_gradient = [(m, g) for m in self.done if (g := m.upstream_grad) is not None]
         values = read(g.double() for _, g in with_gradient)
         scale = 1.0 if self._loss_scale is None else float(self._loss_scale)
-        scaled_by = set()
+        of_all: set[tuple[int, float]] | None = None  # the engine's factor, and the loss scale
         for x, (record, _) in zip(values, with_gradient, strict=True):
             factors = [x / f for f in record.expected_factors]
             if any(map(math.isnan, factors)):
                 continue
-            found = {s for s in (scale, 1.0) if any(_near(f, s) for f in factors)}
-            scaled_by |= found if len(found) == 1 else set()
-            if not found or len(scaled_by) > 1:
-                odd = "" if not found else ", other losses of this window by another"
+            found = {(i, s) for s in (scale, 1.0) for i, f in enumerate(factors) if _near(f, s)}
+            of_all = found if of_all is None else of_all & found
+            if not of_all:
+                odd = ", other losses of this window by another" if found else ""
                 raise RuntimeError(
                     f"the loss was multiplied by {factors[0]:g} after scale(){odd}: the window has "
                     f"divided it by all of its tokens already, so leave other divisions out (by "

@@ -348,6 +348,19 @@ def test_a_plain_tensor_may_be_a_parameter(streaming):
         windowed(acc, streaming, None, SIZES, lambda: loop(lambda: weight.grad.zero_()))
 
 
+@WAYS
+def test_a_hook_may_put_another_gradient_in_place(streaming):
+    """As masks of pruned weights do."""
+    micro = batches(SIZES)
+    weight, exact, _ = weight_and_grad(micro)
+    weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 1.0))
+    acc = LossAccumulator([weight])
+    windowed(
+        acc, streaming, None, SIZES, lambda: [acc.backward(out_of(weight, one)) for one in micro]
+    )
+    assert distance(weight.grad, exact) <= SAME_SUMS
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_optimizer_that_steps_inside_the_last_backward(n):
     """With declared counts its gradients are what they will be; before, and streaming, not."""

@@ -14,7 +14,12 @@ from support.bounds import SAME_SUMS
 from support.loops import distance, windowed
 from support.versions import FSDP2_MEAN
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedce import LossAccumulator
@@ -26,13 +31,13 @@ def ddp(**options):
     return lambda: DistributedDataParallel(parallel.Model(), **options)
 
 
-def fsdp1(original, frozen=False):
+def fsdp1(original, frozen=False, **options):
     def make():
         model = parallel.Model()
         if frozen:  # FSDP1 zeroes the part of a flat gradient that is a frozen parameter's
             model.frozen = torch.nn.Linear(5, 3).requires_grad_(False)
         return FullyShardedDataParallel(
-            model, use_orig_params=original, device_id=torch.device("cpu")
+            model, use_orig_params=original, device_id=torch.device("cpu"), **options
         )
 
     return make
@@ -69,6 +74,10 @@ ENGINES = {
     "ddp, unused": (ddp(find_unused_parameters=True, gradient_as_bucket_view=True), None),
     "fsdp1": (fsdp1(False), sync_last),
     "fsdp1, original": (fsdp1(True), sync_last),
+    "fsdp1, kept whole": (
+        fsdp1(True, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+        sync_last,
+    ),
     "fsdp1, frozen": (fsdp1(True, frozen=True), sync_last),
     "fsdp2": (fsdp2(), sync_last),
     "fsdp2, kept whole": (fsdp2(reshard_after_forward=False), sync_last),

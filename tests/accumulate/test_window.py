@@ -300,6 +300,19 @@ def test_gradients_that_are_added_by_hand_need_an_accumulator_that_does_not_watc
             assert distance(weight.grad, exact) <= SAME_SUMS
 
 
+@WAYS
+def test_an_engine_divides_all_losses_of_a_window_or_none(streaming):
+    weight, micro = new_weight(), batches([3, 5])
+    acc = LossAccumulator([weight], backward_divisor=4)
+
+    def loop():
+        for one, divisor in zip(micro, (4, 1), strict=True):
+            (acc.scale(out_of(weight, one)) / divisor).backward()
+
+    with pytest.raises(RuntimeError, match=r"other losses of this window by another"):
+        windowed(acc, streaming, None, [3, 5], loop)
+
+
 def test_a_loss_of_a_window_that_was_closed_is_refused():
     micro, weight, acc = batches([3, 2]), new_weight(), LossAccumulator()
     late = acc.scale(out_of(weight, micro[0]))
