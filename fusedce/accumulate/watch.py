@@ -165,8 +165,8 @@ class Watch:
             and not all(p.requires_grad for p in self._all())
         )
         replaces = any(p._post_accumulate_grad_hooks for p in self._parameters)  # perhaps
-        self._in_place = (
-            not (self._sharded or self.in_pipeline or replaces) and adds_in_place(self._module)
+        self._in_place = not (self._sharded or self.in_pipeline or replaces) and adds_in_place(
+            self._module
         )
         self._read_gradients()
         pairs = zip(self._parameters, self._grads, strict=True)

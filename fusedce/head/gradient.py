@@ -126,6 +126,10 @@ _reading: ContextVar[bool] = ContextVar("fusedce_reading", default=False)
 Load = dict[LinearCall, tuple[int, list[Part]]]
 
 
+# What anomaly mode asks about each gradient, from inside the node that made it.
+_QUESTIONS = (aten.isnan, aten.ne, aten.any, aten._local_scalar_dense)
+
+
 class LazyGradient(LazyLogits):
     """The gradient of logits on its way to the head, without values until code reads them.
 
@@ -175,7 +179,8 @@ class LazyGradient(LazyLogits):
         grads = [t for t in tensors if isinstance(t, LazyGradient)]
         nodes = frozenset().union(*(g.nodes for g in grads))
         load: Load | None = None
-        if not op_schema(func).writes and _is_called_by(nodes) and all(
+        is_asked = func.overloadpacket in _QUESTIONS
+        if not (is_asked or op_schema(func).writes) and _is_called_by(nodes) and all(
             isinstance(t, LazyGradient) or not t.dim() or not t.is_floating_point()
             or func is aten.tanh_backward.default  # which takes the logits, too
             for t in tensors

@@ -138,7 +138,8 @@ class LazyLogits(Uncompiled):
         if schema.writes:
             return _write(func, schema, args, kwargs)
         x = args[0]
-        if not isinstance(x, LazyLogits) and func in (aten.mul.Tensor, aten.add.Tensor):
+        commutes = func is aten.mul.Tensor or (func is aten.add.Tensor and not kwargs)
+        if not isinstance(x, LazyLogits) and commutes:
             x, args = args[1], (args[1], args[0], *args[2:])
         if isinstance(x, LazyLogits) and (func in RULES or schema.is_view):
             result = _note(x, func, schema, args, kwargs)

@@ -105,6 +105,8 @@ def _why_not(x: Any) -> str | None:
         return f"its input is not one plain tensor, but {type(x).__name__}"
     if not x.is_floating_point() or not x.dim():
         return "its input is not (..., H) and floating"
+    if x.is_meta:
+        return "it has no values (the device meta)"
     if x.dim() > 2 and x.shape[-2] == 1 and not torch.is_grad_enabled():
         return "generation asks for one position of each sequence, of which there is no loss"
     if torch.jit.is_tracing() or torch.compiler._is_exporting_flag:

@@ -70,7 +70,7 @@ class LinearCall:
             for x, name in zip(given, self.names, strict=True)
         ]  # fmt: skip
         self.versions = self._versions()
-        self.samples = [_sample(x) for x in self.given[1:]]
+        self.sample = _sample(self.given)
 
     def _versions(self) -> list[int]:
         return [0 if x.is_inference() else x._version for x in self.given]
@@ -91,9 +91,7 @@ class LinearCall:
                 _gathered(parameters.get(name or ""), x, self.module, by_all_ranks)
                 for name, x in zip(self.names[1:], given[1:], strict=True)
             )]  # fmt: skip
-        if self._versions() != self.versions or not all(
-            map(_is_as_before, self.samples, given[1:])
-        ):
+        if self._versions() != self.versions or not _is_as_before(self.sample, given):
             raise RuntimeError(_CHANGED)
         return given
 
@@ -121,19 +119,21 @@ def whole(x: Any) -> Tensor:
     return x.full_tensor() if is_vocabulary_shard(x) else x
 
 
-def _sample(x: Tensor) -> Tensor:
-    """A copy of one entry of nearly every row of a weight, or of a whole bias.
+def _sample(given: list[Tensor]) -> Tensor:
+    """A copy of one entry of nearly every row of hidden states and weight, and of a whole bias.
 
-    Fused optimizers, writes through ``.data`` and compiled code change parameters without a version
-    counter, and FSDP2 gathers new values into the old memory.
+    Fused optimizers, writes through ``.data`` or NumPy, CUDA graphs and compiled code change memory
+    without a version counter, and FSDP2 gathers new values into the old memory.
     """
-    x = local_of(x)
-    if x.dim() > 1:
-        x = x.flatten()[:: x.shape[1] + 1] if x.is_contiguous() else x[:, 0]
-    return x.clone()
+    found = []
+    for x in map(local_of, given):
+        if x.dim() > 1:
+            x = x.flatten()[:: x.shape[-1] + 1] if x.is_contiguous() else x[..., 0].flatten()
+        found.append(x)
+    return torch.cat(found)
 
 
-def _is_as_before(sample: Tensor, now: Tensor) -> bool:
+def _is_as_before(sample: Tensor, now: list[Tensor]) -> bool:
     if sample.is_cuda and torch.cuda.is_current_stream_capturing():
         return True  # to compare would wait for the device
     return torch.equal(_sample(now).view(torch.uint8), sample.view(torch.uint8))  # NaNs, too

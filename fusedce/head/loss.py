@@ -8,6 +8,7 @@ than the logits would have taken.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
@@ -93,7 +94,7 @@ class CrossEntropy:
         ignore_index: int, reduction: str, label_smoothing: float,
     ) -> None:  # fmt: skip
         self.func, self.expr, self.target, self.weight = func, logits.expr, target, weight
-        self.ignore_index, self.reduction = ignore_index, reduction
+        self.ignore_index, self.reduction = operator.index(ignore_index), reduction
         asked = LossObserver.current.get()
         if asked is None or weight is not None or reduction == "none":  # these are not observed
             asked = _NOBODY

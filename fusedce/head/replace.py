@@ -82,7 +82,7 @@ def replace_loss_head(
             module.__dict__.pop(LABELS, None)  # found out with the head as it was
         _restore(head)  # it may have been replaced before an adapter was put around it
         head.register_forward_pre_hook(Head(HeadCounts(), memory_budget))
-        head.register_forward_hook(take_back, prepend=True)
+        head.register_forward_hook(take_back, prepend=True, always_call=True)
         if "forward" in head.__dict__ and is_dtensor(head._parameters.get("weight")):
             head.forward = ShardedForward(head)
     elif memory_budget is not None:

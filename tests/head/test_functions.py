@@ -1,5 +1,6 @@
 """Functions of users, checkpoints, transforms and derivatives around the logits and their loss."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +9,7 @@ from support.heads import V, ce, plain_model, tokens
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from fusedce import replace_loss_head
+from fusedce import head_report, replace_loss_head
 
 
 @same
@@ -32,6 +33,41 @@ def test_derivatives_of_derivatives(m, x, y):
     (g,) = torch.autograd.grad(ce(m[1](h), y), h, create_graph=True)
     (of_real,) = torch.autograd.grad(z.logsumexp(-1).sum(), h, create_graph=True)
     return ce(m[1](h), y) + g.square().sum() + of_real.square().sum() + z.square().mean(), by_func
+
+
+@pytest.mark.parametrize("first", ["row", "whole", "number"])
+@same
+def test_a_sum_that_scales_its_second_operand(m, x, y, first):
+    z = m(x)
+    firsts = {"row": torch.linspace(0, 1, V), "whole": torch.ones(z.shape)}
+    b = firsts.get(first, torch.tensor(2.0))
+    return ce(torch.add(b, z, alpha=2), y), b.add(z, alpha=-0.5)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@same
+def test_anomaly_mode(m, x, y):
+    with torch.autograd.detect_anomaly():
+        loss = ce(m(x), y)
+        return loss, *torch.autograd.grad(loss, list(m.parameters()), retain_graph=True)
+
+
+@same
+def test_an_ignored_label_is_any_integer(m, x, y):
+    y[0] = 3
+    return F.cross_entropy(m(x).view(-1, V), y.view(-1), ignore_index=np.int64(3))
+
+
+def test_a_head_of_one_class():
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 16), torch.nn.Linear(16, 1))
+    both(lambda m, x, y: m(x % 9).square().mean(), model)
+
+
+def test_a_model_without_values():
+    replaced = replace_loss_head(plain_model()).to("meta")
+    logits = replaced(tokens(3, 7).to("meta"))
+    assert (logits + 0).is_meta
+    assert "no values" in str(head_report(replaced))
 
 
 @pytest.mark.parametrize("of", ["hidden", "weight", "logits"])

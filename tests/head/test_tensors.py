@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -170,13 +171,22 @@ def test_a_model_is_freed_with_its_last_reference():
 # ---- the moment of the head's run is what counts ----------------------------------------
 
 
-@pytest.mark.parametrize("then", ["head", "hidden"])
-def test_what_changes_before_a_look_is_refused(then):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w, h: w.mul_(2),
+        lambda w, h: h.mul_(2),
+        lambda w, h: h.data.mul_(2),  # as a CUDA graph's static output changes
+        lambda w, h: np.copyto(h.numpy(), np.ones(h.shape, np.float32)),
+    ],
+    ids=["head", "hidden", "hidden, data", "hidden, numpy"],
+)
+def test_what_changes_before_a_look_is_refused(change):
     model, y = replace_loss_head(plain_model()), tokens(3, 7, seed=1)
     hidden = torch.randn(3, 7, H)
     z = model[1](hidden)
     with torch.no_grad():
-        (model[1].weight if then == "head" else hidden).mul_(2)
+        change(model[1].weight, hidden)
     for look in (lambda: z.argmax(-1), lambda: ce(z, y)):
         with pytest.raises(RuntimeError, match=r"has changed .* since the head ran"):
             look()
