@@ -104,8 +104,9 @@ class LossAccumulator:
 
     Note:
         The host reads a window's numbers once, at its end (with declared counts at its first loss,
-        too), and raises there for a label out of range, other counts than declared, a factor on
-        the loss, or what was watched: on all ranks, before an optimizer steps.
+        too), and raises there for a label out of range (on a CPU the loss has raised before),
+        other counts than declared, a factor on the loss, or what was watched: on all ranks, before
+        an optimizer steps.
 
     Collectives: each is an all-gather of 173 int64 from each rank on ``process_group`` (under gloo,
     on a new group of the same ranks). Streaming has one per window, in ``finish``. Declared counts
