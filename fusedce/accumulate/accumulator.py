@@ -509,8 +509,10 @@ class LossAccumulator:
         """Return the batch with the labels of repeated samples set to ``ignore_index``.
 
         The samplers of ``accelerate`` repeat samples until all ranks have whole batches. After
-        :meth:`from_accelerator`, evaluate ``model(**acc.mask_repeated_samples(batch))``. Batches
-        without repeated samples are returned unchanged.
+        :meth:`from_accelerator`, evaluate ``model(**acc.mask_repeated_samples(batch))`` on the
+        batches of a prepared loader. Those without repeated samples are returned unchanged. So are
+        those of an ``IterableDataset`` with ``dispatch_batches=False``, of which accelerate does
+        not say how many samples it has repeated: they count twice.
         """
         if not isinstance(batch, Mapping):
             raise TypeError(f"batch must be a mapping of tensors, got {describe(batch)}")
