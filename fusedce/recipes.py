@@ -24,6 +24,7 @@ from torch import Tensor
 from fusedce.contract.checks import check_choice
 from fusedce.contract.divergence import forward_terms
 from fusedce.contract.explain import not_a_tensor
+from fusedce.contract.problem import INFINITE
 from fusedce.contract.results import LossSum
 from fusedce.loss.fused_ce import fused_ce
 from fusedce.loss.logprobs import fused_logprobs
@@ -109,7 +110,7 @@ def grpo_loss(
     # Clipped tokens leave before the differentiable exp, whose overflow would give 0 * inf.
     r = log_ratio.detach().exp()
     if kind == "cispo":
-        loss = -r.clamp(max=1 + clip[1]) * a * logprob
+        loss = -r.clamp(max=1 + clip[1]) * a * logprob.masked_fill(a == 0, 0)
     else:
         bound = r.clamp(1 - clip[0], 1 + clip[1])
         clipped = r * a > bound * a
@@ -247,10 +248,14 @@ def kto_loss(
         tensor(0.5000)
     """
     _check_shapes(policy, "policy", reference=reference, desirable=desirable)
+    if policy.dim() != 1:
+        raise ValueError(
+            f"policy must be (B,), a sum over each sequence, got {tuple(policy.shape)}"
+        )
     divergence = torch.as_tensor(divergence, device=policy.device)
     if divergence.numel() != 1:
         raise ValueError(f"divergence must be (), one number, got {tuple(divergence.shape)}")
-    above = beta * (policy - reference - divergence.detach().clamp(min=0))
+    above = beta * (policy - reference - divergence.detach().reshape(()).clamp(min=0))
     loss = torch.where(
         desirable != 0,
         desirable_weight * torch.sigmoid(-above),
@@ -354,7 +359,7 @@ def reverse_kl_loss(
     used = used != 0
     both = (x.double().masked_fill(~used[..., None], -1.0) for x in (student, teacher.detach()))
     log_p, log_q = (_with_the_rest(x, torch.finfo(student.dtype).eps) for x in both)
-    loss = forward_terms(log_q, log_p).sum(-1).masked_fill(~used, 0)
+    loss = _divergence(log_q, log_p).masked_fill(~used, 0)
     return LossSum(loss.sum().to(student.dtype), used.sum())
 
 
@@ -440,8 +445,14 @@ def distillation_loss(
     log_p = student.double().masked_fill(~known, -torch.inf)
     log_p = _with_the_rest(log_p, torch.finfo(student.dtype).eps)
     q_tail = (1 - log_q.exp().sum(-1, keepdim=True)).clamp(min=0).log()
-    loss = forward_terms(log_p, torch.cat([log_q, q_tail], -1)).sum(-1)
+    loss = _divergence(log_p, torch.cat([log_q, q_tail], -1))
     return LossSum(loss.masked_fill(~counted, 0).sum().to(student.dtype), counted.sum())
+
+
+def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """``(...)``: the sum of `forward_terms` over the classes; inf where it is infinite."""
+    loss = forward_terms(log_p, log_q).sum(-1)
+    return loss.masked_fill(loss >= INFINITE, torch.inf)
 
 
 def _with_the_rest(

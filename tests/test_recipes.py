@@ -10,7 +10,7 @@ from support import ranks
 from support.bounds import STATISTIC, errs_like, in_float64
 from support.oracle import token_stats
 
-from fusedce import fused_logprobs, fused_topk, recipes
+from fusedce import fused_kl, fused_logprobs, fused_topk, recipes
 
 BACKENDS = ["torch", "triton"]
 EPS = torch.finfo(torch.float32).eps
@@ -283,6 +283,8 @@ def test_a_filter_whose_set_is_not_known_is_nan_and_a_class_beyond_it_is_kept():
             recipes.filtered_logprob(logprob, least, top, **options)
     with pytest.raises(ValueError, match=r"must be \(\.\.\.\) of top"):
         recipes.filtered_logprob(logprob[:1], least[:1], top)
+    least[0, 0] = -100
+    assert recipes.filtered_logprob(logprob, least, top)[0, 0] == 0
 
 
 def distilled(k=K):
@@ -529,6 +531,29 @@ def test_the_divergence_of_kto_may_be_a_number():
         assert recipes.kto_loss(policy, reference, desirable, number).mean() == given.mean()
     with pytest.raises(ValueError, match=r"divergence must be \(\), one number, got \(2,\)"):
         recipes.kto_loss(policy, reference, desirable, policy)
+    whole = recipes.kto_loss(policy, reference, desirable, torch.zeros(1, 1))
+    assert whole.loss_sum == recipes.kto_loss(policy, reference, desirable, 0).loss_sum
+    by_token = [x.expand(3, 2) for x in (policy, reference, desirable)]
+    with pytest.raises(ValueError, match=r"policy must be \(B,\), .* got \(3, 2\)"):
+        recipes.kto_loss(*by_token, 0)
+
+
+def test_what_is_infinite_is_not_a_large_number():
+    """As the divergence over all classes, of which these are all."""
+    h, bias = torch.eye(3), torch.tensor([0.0, 0.0, -math.inf])
+    teacher, classes = h.log_softmax(-1).topk(3)
+    out = recipes.distillation_loss(h, h, classes, teacher, bias=bias)
+    assert out.loss_sum == fused_kl(h, h, h, h, bias=bias).loss_sum == math.inf
+    of_student, never = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.0, -math.inf]])
+    reverse = recipes.reverse_kl_loss(of_student, never, torch.tensor([True]))
+    assert reverse.loss_sum == math.inf
+
+
+def test_a_token_without_advantage_has_no_loss():
+    sure, one = torch.tensor([[-math.inf, -1.0]]), torch.ones(1, 2)
+    for kind in ("cispo", "clipped"):
+        out = recipes.grpo_loss(sure, -one, torch.tensor([[0.0, 1.0]]), one, kind=kind)
+        assert out.loss_sum.isfinite(), kind
 
 
 @pytest.mark.parametrize("one", [False, True])

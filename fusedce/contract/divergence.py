@@ -82,9 +82,12 @@ def checked_divergence(
     V, of_teacher = len(problem.weight), len(weight)
     if of_teacher != V:
         shorter = f"teacher_weight[:{V}]" if of_teacher > V else f"weight[:{of_teacher}]"
+        how = f"pass {shorter}, if those are the same classes, the others padding"
+        if shard:
+            how = "pass this rank's rows of it, of the same classes as those of weight"
         raise ValueError(
             f"teacher_weight must have a row for each of the V={V} classes of weight, got "
-            f"{of_teacher}: pass {shorter}, if those are the same classes, the others padding"
+            f"{of_teacher}: {how}"
         )
     check_device("teacher_hidden", teacher.hidden, problem.hidden)
     check_width("teacher_hidden", teacher.hidden, problem.hidden)

@@ -135,8 +135,10 @@ def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor
     lses = torch.full_like(top[:, :1], -torch.inf, dtype=torch.float64)
     rows = used_tokens(problem, max(V, 1))[0].nonzero()[:, 0]
     call = sizes_of(problem, Outputs(), len(rows))
-    # a tile, the largest of its logits, and what is compared with them
-    call = call._replace(V=max(V, 1), copies=call.copies + 3)
+    # A tile, the largest of its logits, and what is compared with them; the largest shard's rows,
+    # so that all ranks need the same budget.
+    rows_of_all = V if shard is None else shard.largest
+    call = call._replace(V=max(rows_of_all, 1), copies=call.copies + 3)
     way = plan_tiles(call, memory_budget=problem.memory_budget)
     tokens, step = way.tokens, way.classes
     if problem.memory_budget is None and tokens >= _MANY:
@@ -260,7 +262,7 @@ def filtered_logprob(
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
     if top_k is None and top_p == 1:
-        return logprob
+        return logprob.masked_fill(labels == ignore_index, 0)
     log_p = top.logprob[..., :top_k]
     p = (log_p if top_k is None else log_p.log_softmax(-1)).detach().double().exp()
     reached = p.cumsum(-1)

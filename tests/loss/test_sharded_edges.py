@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from support.bounds import EXACT, IN_FLOAT64, SAME_SUMS, logit_rounding
 from support.params import slow
 from support.vocabulary import UNEQUAL, K, Layout, N, answers, inputs, whole
 
-from fusedce import fused_ce, fused_cross_entropy, fused_logprobs, reference_ce
+from fusedce import fused_ce, fused_cross_entropy, fused_logprobs, fused_topk, reference_ce
 
 losses = functools.partial(fused_cross_entropy, reduction="none")
 FUNCTIONS = (fused_ce, losses, fused_logprobs)
@@ -177,12 +178,39 @@ def groups_of_one(backend, rank):
     torch.testing.assert_close(found, F.cross_entropy(logits, target, reduction="none"))
 
 
+def in_compiled_code(_, rank):
+    """A plain process group, which a compiler may not ask for just anything."""
+    x = {k: v for k, v in drawn("torch").items() if k in ("hidden", "weight", "labels")}
+    local, _ = shard(x, rank, "torch")
+    names = [k for k in ("hidden", "weight") if k in local]
+    for function in (fused_ce, fused_logprobs):
+        found = []
+        for run in (function, torch.compile(function, backend="aot_eager")):
+            out = run(**local)[0]
+            found.append((out, *torch.autograd.grad(out.sum(), [local[k] for k in names])))
+        torch.testing.assert_close(found[1], found[0])
+
+
+def least_budget_of_uneven_shards(_, rank):
+    """The largest shard decides: all ranks raise, and say the same."""
+    x = {k: v for k, v in drawn("torch").items() if k in ("hidden", "weight")}
+    local, _ = shard(x, rank, "torch")
+    local = {k: v.detach() if torch.is_tensor(v) else v for k, v in local.items()}
+    words = ranks.error_of(fused_topk, **local, k=2, memory_budget=2**12)
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, words)
+    assert "memory_budget must be at least" in words
+    assert len(set(told)) == 1, told
+    least = int(re.search(r"at least (\d+)", words)[1])
+    fused_topk(**local, k=2, memory_budget=least)
+
+
 BOTH = (
     upstream_of_zero, frozen_and_twice, infinite, masked_label, batches, any_order_of_memory,
     kinds_that_differ, one_of_several, groups_of_one,
 )  # fmt: skip
 CASES = {
-    "torch": (*BOTH, sure_probabilities),
+    "torch": (*BOTH, sure_probabilities, in_compiled_code, least_budget_of_uneven_shards),
     "triton": BOTH,
 }
 OF_FOUR = (any_order_of_memory,)  # by Triton, which is interpreted
