@@ -13,7 +13,14 @@ from support.bounds import EXACT, IN_FLOAT64, SAME_SUMS, logit_rounding
 from support.params import slow
 from support.vocabulary import UNEQUAL, K, Layout, N, answers, inputs, whole
 
-from fusedce import fused_ce, fused_cross_entropy, fused_logprobs, fused_topk, reference_ce
+from fusedce import (
+    fused_ce,
+    fused_cross_entropy,
+    fused_kl,
+    fused_logprobs,
+    fused_topk,
+    reference_ce,
+)
 
 losses = functools.partial(fused_cross_entropy, reduction="none")
 FUNCTIONS = (fused_ce, losses, fused_logprobs)
@@ -205,12 +212,27 @@ def least_budget_of_uneven_shards(_, rank):
     fused_topk(**local, k=2, memory_budget=least)
 
 
+def a_whole_teacher_beside_a_shard(_, rank):
+    x = {k: v for k, v in drawn("torch").items() if k in ("hidden", "weight")}
+    local, _ = shard(x, rank, "torch")
+    words = ranks.error_of(
+        fused_kl, **local, teacher_hidden=x["hidden"].nan_to_num(), teacher_weight=x["weight"]
+    )
+    assert "this rank's rows" in words
+
+
 BOTH = (
     upstream_of_zero, frozen_and_twice, infinite, masked_label, batches, any_order_of_memory,
     kinds_that_differ, one_of_several, groups_of_one,
 )  # fmt: skip
 CASES = {
-    "torch": (*BOTH, sure_probabilities, in_compiled_code, least_budget_of_uneven_shards),
+    "torch": (
+        *BOTH,
+        sure_probabilities,
+        in_compiled_code,
+        least_budget_of_uneven_shards,
+        a_whole_teacher_beside_a_shard,
+    ),
     "triton": BOTH,
 }
 OF_FOUR = (any_order_of_memory,)  # by Triton, which is interpreted
