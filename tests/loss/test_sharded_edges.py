@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from support import ranks
 from support.bounds import EXACT, IN_FLOAT64, SAME_SUMS, logit_rounding
 from support.params import slow
+from support.versions import COMPILES_COLLECTIVES
 from support.vocabulary import UNEQUAL, K, Layout, N, answers, inputs, whole
 
 from fusedce import (
@@ -232,6 +233,7 @@ CASES = {
         in_compiled_code,
         least_budget_of_uneven_shards,
         a_whole_teacher_beside_a_shard,
+        *[in_compiled_code] * COMPILES_COLLECTIVES,
     ),
     "triton": BOTH,
 }

@@ -32,3 +32,6 @@ def marked(names, mark, where):
 # Over gloo, two stages a rank in a V: torch 2.8's and 2.11's own schedules wait for each other for
 # ever.
 V_SCHEDULES_HANG = TORCH < (2, 12)
+
+# Dynamo before 2.11 fails inside of itself where a compiled function has a collective of a group.
+COMPILES_COLLECTIVES = TORCH >= (2, 11)
