@@ -230,7 +230,6 @@ CASES = {
     "torch": (
         *BOTH,
         sure_probabilities,
-        in_compiled_code,
         least_budget_of_uneven_shards,
         a_whole_teacher_beside_a_shard,
         *[in_compiled_code] * COMPILES_COLLECTIVES,
