@@ -1,4 +1,4 @@
-"""What is measured: our loss, its peers, and every function and option beside eager code.
+"""Define what is measured: our loss, its peers, every function and option beside eager code.
 
 Each loss takes ``hidden (N, H)``, ``weight (V, H)``, ``labels (N,)`` and options, and returns the
 mean over valid tokens, ready for ``backward``. A peer is imported at its first call.

@@ -126,7 +126,7 @@ _reading: ContextVar[bool] = ContextVar("fusedce_reading", default=False)
 Load = dict[LinearCall, tuple[int, list[Part]]]
 
 
-# What anomaly mode asks about each gradient, from inside the node that made it.
+# Anomaly mode asks these of each gradient, from inside the node that made it.
 _QUESTIONS = (aten.isnan, aten.ne, aten.any, aten._local_scalar_dense)
 
 

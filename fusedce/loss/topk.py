@@ -137,8 +137,8 @@ def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor
     call = sizes_of(problem, Outputs(), len(rows))
     # A tile, the largest of its logits, and what is compared with them; the largest shard's rows,
     # so that all ranks need the same budget.
-    rows_of_all = V if shard is None else shard.largest
-    call = call._replace(V=max(rows_of_all, 1), copies=call.copies + 3)
+    most_rows = V if shard is None else shard.largest
+    call = call._replace(V=max(most_rows, 1), copies=call.copies + 3)
     way = plan_tiles(call, memory_budget=problem.memory_budget)
     tokens, step = way.tokens, way.classes
     if problem.memory_budget is None and tokens >= _MANY:

@@ -63,6 +63,19 @@ def test_a_head_of_one_class():
     both(lambda m, x, y: m(x % 9).square().mean(), model)
 
 
+def test_a_head_that_raises_takes_its_input_back():
+    model, kept = replace_loss_head(plain_model()), []
+
+    def fail(h):
+        kept.append(h)
+        raise ZeroDivisionError
+
+    model[1].forward = fail
+    with pytest.raises(ZeroDivisionError):
+        model(tokens(3, 7))
+    assert type(kept[0]) is torch.Tensor
+
+
 def test_a_model_without_values():
     replaced = replace_loss_head(plain_model()).to("meta")
     logits = replaced(tokens(3, 7).to("meta"))
