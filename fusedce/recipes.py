@@ -21,9 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedce.contract.checks import check_choice
+from fusedce.contract.checks import check_are_tensors, check_choice
 from fusedce.contract.divergence import forward_terms
-from fusedce.contract.explain import not_a_tensor
 from fusedce.contract.problem import INFINITE
 from fusedce.contract.results import LossSum
 from fusedce.loss.fused_ce import fused_ce
@@ -90,6 +89,7 @@ def grpo_loss(
         raise ValueError("entropy must be given with entropy_bonus: fused_logprobs(...).entropy")
     if (max_length is None) == (normalisation == "dr_grpo"):
         raise ValueError(f"max_length must be given with 'dr_grpo' alone, got {max_length}")
+    check_are_tensors(advantage=advantage)
     _check_shapes(logprob, sampled=sampled, used=used, reference=reference, entropy=entropy)
     if logprob.dim() != 2 or advantage.shape not in (logprob.shape, logprob.shape[:1]):
         raise ValueError(
@@ -189,6 +189,7 @@ def cpo_loss(
         >>> cpo_loss(torch.tensor([-1.0, -3.0]), beta=1.0, gamma=2.0).mean()
         tensor(0.6931)
     """
+    check_are_tensors(policy=policy)
     return _of_pairs("sigmoid", beta * policy, label_smoothing, gamma)
 
 
@@ -206,6 +207,7 @@ def orpo_loss(
         >>> orpo_loss(torch.tensor([-1.0, -1.0]), beta=1.0).mean()
         tensor(0.6931)
     """
+    check_are_tensors(policy=policy)
     log_p = policy.clamp(max=-torch.finfo(policy.dtype).tiny)  # odds of a p of 1 are infinite
     return _of_pairs("sigmoid", log_p - (-torch.expm1(log_p)).log()) * beta
 
@@ -252,6 +254,8 @@ def kto_loss(
         raise ValueError(
             f"policy must be (B,), a sum over each sequence, got {tuple(policy.shape)}"
         )
+    if not isinstance(divergence, (int, float)):
+        check_are_tensors(divergence=divergence)
     divergence = torch.as_tensor(divergence, device=policy.device)
     if divergence.numel() != 1:
         raise ValueError(f"divergence must be (), one number, got {tuple(divergence.shape)}")
@@ -308,9 +312,9 @@ def codebook_loss(
         >>> codebook_loss(hidden, weights, torch.randint(100, (2, 5, 4))).n_valid
         tensor(40)
     """
-    if not isinstance(labels, Tensor):
-        raise not_a_tensor("labels", labels)
-    if not isinstance(weights, (Sequence, Tensor)) or not len(weights):
+    check_are_tensors(labels=labels)
+    several = isinstance(weights, (Sequence, Tensor)) and len(weights) > 0
+    if not several or not all(isinstance(w, Tensor) for w in weights):
         raise TypeError(f"weights must hold a (V, H) tensor for each codebook, got {weights!r}")
     if "argmax_out" in options:
         raise TypeError("argmax_out has room for one codebook: call fused_ce for each of them")
@@ -325,10 +329,10 @@ def codebook_loss(
 
 def _check_shapes(like: Tensor, name: str = "logprob", /, **others: Tensor | None) -> None:
     """Raise an error for what is no tensor of the shape of ``like``, called ``name``."""
-    for other, x in {name: like, **others}.items():
-        if x is not None and not isinstance(x, Tensor):
-            raise not_a_tensor(other, x)
-        if x is not None and x.shape != like.shape:
+    given = {other: x for other, x in others.items() if x is not None}
+    check_are_tensors(**{name: like}, **given)
+    for other, x in given.items():
+        if x.shape != like.shape:
             raise ValueError(
                 f"{other} must be {tuple(like.shape)}, as {name}, got {tuple(x.shape)}"
             )
@@ -353,6 +357,7 @@ def reverse_kl_loss(
         >>> reverse_kl_loss(log_p, log_p, torch.ones(1)).mean()
         tensor(0.)
     """
+    check_are_tensors(used=used)
     _check_shapes(student, "student", teacher=teacher)
     if used.shape != student.shape[:-1]:
         raise ValueError(f"used must be {tuple(student.shape[:-1])}, got {tuple(used.shape)}")
@@ -417,6 +422,7 @@ def distillation_loss(
             ``teacher`` of another shape than ``classes``; ``TypeError`` for an ``ignore_index`` of
             ``None``.
     """
+    check_are_tensors(hidden=hidden, classes=classes, teacher=teacher)
     if classes.dim() != hidden.dim() or teacher.shape != classes.shape:
         raise ValueError(
             f"classes and teacher must be (..., K) for hidden {tuple(hidden.shape)}, got "

@@ -504,6 +504,36 @@ def test_what_is_missing_or_would_broadcast_is_named(loss, arguments, words):
         loss(**arguments)
 
 
+RIGHT = {
+    recipes.grpo_loss: OF_GRPO | {"reference": X, "entropy": X, "kl": 0.1, "entropy_bonus": 0.1},
+    recipes.dpo_loss: {"policy": ANSWERS, "reference": ANSWERS},
+    recipes.cpo_loss: {"policy": ANSWERS},
+    recipes.orpo_loss: {"policy": ANSWERS},
+    recipes.kto_loss: OF_KTO,
+    recipes.token_scaled_loss: {"logprob": X, "used": X == 0},
+    recipes.codebook_loss: {"hidden": X, "weights": X[None], "labels": CLASS},
+    recipes.reverse_kl_loss: {"student": X, "teacher": X, "used": ANSWERS == 0},
+    recipes.distillation_loss: {
+        "hidden": X, "weight": X, "classes": CLASS, "teacher": X[:, :1], "bias": ANSWERS,
+    },
+    recipes.filtered_logprob: {
+        "logprob": ANSWERS, "labels": CLASS[:, 0], "top": fused_topk(X, X, 2), "top_k": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", RIGHT, ids=lambda loss: loss.__name__)
+def test_what_is_no_tensor_is_named(loss):
+    loss(**RIGHT[loss])
+    for name, right in RIGHT[loss].items():
+        if isinstance(right, torch.Tensor):
+            for wrong in ("three", right.tolist(), right.numpy()):
+                if (loss, name) == (recipes.kto_loss, "divergence") and wrong != "three":
+                    continue  # may be a number
+                with pytest.raises(TypeError, match=f"^{name} must (be a|hold a .*) tensor"):
+                    loss(**RIGHT[loss] | {name: wrong})
+
+
 @pytest.mark.parametrize("fill", [float("inf"), -float("inf"), float("nan"), -1e4])
 def test_tokens_that_are_not_used_hold_anything(fill):
     """Samplers pad with what they like; neither loss nor gradients see it."""

@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -241,6 +242,13 @@ def check_tensors(problem: Problem) -> None:
             check_device(name, tensor, hidden)
 
 
+def check_are_tensors(**given: object) -> None:
+    """Raise ``TypeError`` unless all arguments, by their names, are tensors."""
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise not_a_tensor(name, x)
+
+
 def check_device(name: str, x: Tensor, hidden: Tensor) -> None:
     """Raise ``ValueError`` unless ``x`` is on the device of ``hidden``."""
     if x.device != hidden.device:
@@ -250,10 +258,9 @@ def check_device(name: str, x: Tensor, hidden: Tensor) -> None:
         )
 
 
-def check_labels(labels: object) -> None:
+def check_labels(labels: Any) -> None:
     """Raise ``TypeError`` unless ``labels`` is a tensor of int64 or int32."""
-    if not isinstance(labels, Tensor):
-        raise not_a_tensor("labels", labels)
+    check_are_tensors(labels=labels)
     if labels.dtype not in (torch.int64, torch.int32):
         whole = not (labels.is_floating_point() or labels.is_complex())
         raise TypeError(
@@ -372,8 +379,7 @@ def _check_shape(name: str, x: Tensor, shape: torch.Size, letters: str) -> None:
 
 
 def _check_weights(name: str, x: Tensor, hidden: Tensor, shape: torch.Size, letters: str) -> None:
-    if not isinstance(x, Tensor):
-        raise not_a_tensor(name, x)
+    check_are_tensors(**{name: x})
     if x.is_complex():
         raise TypeError(f"{name} must be real numbers or a mask, got {x.dtype}")
     _check_shape(name, x, shape, letters)
@@ -411,8 +417,7 @@ def checked_temperature(temperature: Tensor, hidden: Tensor, used: Tensor) -> Te
 
 def check_argmax_out(argmax_out: Tensor, labels: Tensor) -> None:
     """Raise unless ``argmax_out`` is int64, with the shape of labels on the device of hidden."""
-    if not isinstance(argmax_out, Tensor):
-        raise not_a_tensor("argmax_out", argmax_out)
+    check_are_tensors(argmax_out=argmax_out)
     if argmax_out.dtype != torch.int64:
         raise TypeError(f"argmax_out must be int64, got {argmax_out.dtype}")
     _check_shape("argmax_out", argmax_out, labels.shape, "of the shape of labels,")

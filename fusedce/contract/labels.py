@@ -14,8 +14,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fusedce.contract.checks import can_be_read, check_ignore_index, check_int, check_labels
-from fusedce.contract.explain import not_a_tensor
+from fusedce.contract.checks import (
+    can_be_read,
+    check_are_tensors,
+    check_ignore_index,
+    check_int,
+    check_labels,
+)
 from fusedce.contract.problem import Problem
 
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
@@ -66,8 +71,8 @@ def shift_labels(
     if position_ids is not None and cu_seqlens is not None:
         raise ValueError("give position_ids or cu_seqlens, not both: each marks the documents")
     for name, x in (("position_ids", position_ids), ("cu_seqlens", cu_seqlens)):
-        if x is not None and not isinstance(x, Tensor):
-            raise not_a_tensor(name, x)
+        if x is not None:
+            check_are_tensors(**{name: x})
 
     # Whole rows throughout: a size of T - offset would be one that torch.export has to ask about.
     T = labels.shape[-1]

@@ -13,6 +13,7 @@ from fusedce.backends.plan import ROW_MULTIPLE, plan_tiles
 from fusedce.backends.shards import ALL_HERE, all_gather
 from fusedce.backends.torch.logit_tiles import Logits, blocks_of, exp_, tiles
 from fusedce.contract.checks import (
+    check_are_tensors,
     check_int,
     check_tokens,
     check_unsharded,
@@ -249,8 +250,12 @@ def filtered_logprob(
         ``(...)`` nats.
 
     Raises:
+        TypeError: ``logprob`` or ``labels`` is no tensor, or ``top`` no :class:`TopK`.
         ValueError: a shape does not fit the others, or ``top_k`` or ``top_p`` is out of range.
     """
+    check_are_tensors(logprob=logprob, labels=labels)
+    if not isinstance(top, TopK):
+        raise TypeError(f"top must be what fused_topk returns, got {type(top).__name__}")
     K = top.logprob.shape[-1]
     if not logprob.shape == labels.shape == top.logprob.shape[:-1] == top.index.shape[:-1]:
         raise ValueError(
