@@ -259,16 +259,22 @@ def test_a_second_loss_in_training_alone_is_seen(caplog):
 
 
 def test_weights_of_both_signs_are_compared_by_the_size_of_their_terms():
-    """Two losses that nearly cancel have a rounding of their own size."""
+    """Losses that nearly cancel have a rounding of their own size, in the model's own order."""
 
     class Difference(Means):
         def forward(self, input_ids, labels=None):
-            logits = self.lm_head(self.body(input_ids))[:, :-1].flatten(0, 1)
+            logits = self.scale * self.lm_head(self.body(input_ids))[:, :-1].flatten(0, 1)
             a, b, c = (F.cross_entropy(logits, labels[:, 1:].flatten()) for _ in range(3))
-            return {"loss": 0.7 * b - 1.7 * c + a}
+            return {"loss": 0.7 * b - 1.7 * c + a, "other order": (a + 0.7 * b) - 1.7 * c}
 
-    weights = {"a": 1, "b": 0.7, "c": -1.7}
-    assert model_loss(replace_loss_head(Difference()), WHOLE, losses=weights).keys() == {*weights}
+    weights, orders_differ = {"a": 1, "b": 0.7, "c": -1.7}, 0
+    for scale in torch.linspace(0.5, 1.5, 8).tolist():
+        model = replace_loss_head(Difference())
+        model.scale = scale
+        assert model_loss(model, WHOLE, losses=weights).keys() == {*weights}
+        loss, other = model(**WHOLE).values()
+        orders_differ += float(loss) != float(other)
+    assert orders_differ
 
 
 def test_several_losses_by_name_are_each_divided_by_their_own_tokens():
