@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bounds import EXACT, STATISTIC, errs_like, in_float64
@@ -245,6 +246,18 @@ def test_a_masked_class_has_no_part_in_the_entropy(backend):
         torch.autograd.grad(100 * exact.entropy.sum(), wide[1])[0],
     )  # fmt: skip
     assert got[100:].eq(0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_chosen_classes_that_are_masked_are_impossible_and_not_nan(backend):
+    """Also where all classes chosen for a token are."""
+    hidden, weight, *_ = Case((3,), 8, 23).tensors()
+    bias = torch.zeros(23)
+    bias[1:3] = float("-inf")
+    labels = torch.tensor([[1, 2], [1, 0], [3, 2]])
+    found = fused_logprobs(hidden, weight, labels, bias=bias, backend=backend).logprob
+    exact = F.linear(*in_float64(hidden, weight), bias.double()).log_softmax(-1).gather(1, labels)
+    torch.testing.assert_close(found.detach(), exact.detach().to(found))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
