@@ -23,8 +23,12 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
     for p in parameters:
         grad = local_of(p.grad)
         groups.setdefault((grad.device, grad.dtype), []).append(grad)
-    for grads in groups.values():
-        torch._foreach_mul_(grads, factor)
+    for (device, _), grads in groups.items():
+        if device.type == "cuda":
+            torch._foreach_mul_(grads, factor)
+        else:  # on a CPU that rounds the factor to the gradients' dtype
+            for grad in grads:
+                grad.mul_(factor)
 
 
 def norms_of(parameters: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:

@@ -3,7 +3,15 @@
 import pytest
 import torch
 from support.bounds import SAME_SUMS
-from support.loops import batches, distance, new_weight, out_of, run_streaming, weight_and_grad
+from support.loops import (
+    batches,
+    check_correction,
+    distance,
+    new_weight,
+    out_of,
+    run_streaming,
+    weight_and_grad,
+)
 
 from fusedce import LossAccumulator, fused_ce
 
@@ -49,6 +57,11 @@ def test_clipping_after_finish_sees_the_true_norm():
     torch.nn.utils.clip_grad_norm_([weight], 0.1)
     rounding = SAME_SUMS + 1e-6 / exact.norm()  # which torch adds to norms
     assert distance(weight.grad, exact * (0.1 / exact.norm())) <= rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_correction_is_not_rounded(dtype):
+    check_correction(dtype, "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

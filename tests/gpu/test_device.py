@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from support.device import current, exponentials_by
+from support.loops import check_correction
 from torch.utils.checkpoint import checkpoint
 
 import fusedce
@@ -245,14 +246,4 @@ def test_autocast():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_correction_of_streamed_gradients_is_not_rounded(dtype):
-    from fusedce.accumulate.gradients import scale_gradients
-
-    factor = 1.00589
-    tensors = [torch.randn(n, device=current()).to(dtype) for n in (7, 1000, 2**20)]
-    for x in tensors:
-        x.grad = x.clone()
-    scale_gradients(tensors, factor)
-    for x in tensors:
-        wide = torch.promote_types(dtype, torch.float32)
-        exact = (x.to(wide) * factor).to(dtype)
-        torch.testing.assert_close(x.grad, exact, rtol=0, atol=0)
+    check_correction(dtype, current())

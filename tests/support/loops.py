@@ -3,6 +3,7 @@
 import torch
 
 from fusedce import LossAccumulator, count_valid, fused_ce
+from fusedce.accumulate.gradients import scale_gradients
 
 V, H = 31, 8
 
@@ -26,6 +27,18 @@ def new_weight():
 def a_loss(n, weight=None):
     hidden, labels = batches([n])[0]
     return fused_ce(hidden, new_weight() if weight is None else weight, labels)
+
+
+def check_correction(dtype, device):
+    """The correction of streamed gradients rounds each product once, and its factor never."""
+    factor = 1.00589
+    tensors = [torch.randn(n, device=device).to(dtype) for n in (7, 1000, 2**20)]
+    for x in tensors:
+        x.grad = x.clone()
+    scale_gradients(tensors, factor)
+    for x in tensors:
+        wide = torch.promote_types(dtype, torch.float32)
+        torch.testing.assert_close(x.grad, (x.to(wide) * factor).to(dtype), rtol=0, atol=0)
 
 
 class Raising(torch.autograd.Function):
