@@ -34,7 +34,7 @@ class LoggedStats:
             tokens = mask.sum()
         else:
             ids = next(inputs[k] for k in ("position_ids", "input_ids", "labels") if k in inputs)
-            tokens = torch.tensor(ids.numel(), device=ids.device)
+            tokens = torch.full((), ids.numel(), device=ids.device)
         sums = torch.zeros(5, dtype=torch.float64, device=tokens.device)
         sums[3] += tokens
         losses, monitored = (observer.losses, observer.monitors) if observer else ([], [])

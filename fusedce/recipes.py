@@ -221,7 +221,7 @@ def _of_pairs(kind: str, policy: Tensor, label_smoothing: float = 0, margin: flo
     loss = _OF_PAIRS[kind](chosen, rejected)
     if label_smoothing:
         loss = torch.lerp(loss, _OF_PAIRS[kind](rejected, chosen), label_smoothing)
-    return LossSum(loss.sum(), torch.tensor(len(loss), device=loss.device))
+    return LossSum(loss.sum(), torch.full((), len(loss), device=loss.device))
 
 
 def kto_loss(
@@ -254,9 +254,9 @@ def kto_loss(
         raise ValueError(
             f"policy must be (B,), a sum over each sequence, got {tuple(policy.shape)}"
         )
-    if not isinstance(divergence, (int, float)):
-        check_are_tensors(divergence=divergence)
-    divergence = torch.as_tensor(divergence, device=policy.device)
+    if isinstance(divergence, (int, float)):
+        divergence = torch.full((), float(divergence), device=policy.device)
+    check_are_tensors(divergence=divergence)
     if divergence.numel() != 1:
         raise ValueError(f"divergence must be (), one number, got {tuple(divergence.shape)}")
     above = beta * (policy - reference - divergence.detach().reshape(()).clamp(min=0))
@@ -265,7 +265,7 @@ def kto_loss(
         desirable_weight * torch.sigmoid(-above),
         undesirable_weight * torch.sigmoid(above),
     )
-    return LossSum(loss.sum(), torch.tensor(len(loss), device=loss.device))
+    return LossSum(loss.sum(), torch.full((), len(loss), device=loss.device))
 
 
 def token_scaled_loss(

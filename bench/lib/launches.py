@@ -106,7 +106,6 @@ def recorded(row: archs.Architecture) -> Iterator[list[Launch]]:
         (choose, "why_not_triton", lambda *_: None),
         (archs, "architecture", lambda device: row),
         (archs, "processors", lambda device: 132),
-        (launch, "interpreted", lambda device: False),
         (launch, "_cuda", lambda device: nvidia),
         (products, "widens", lambda *_: True),
         (torch, "mm", lambda *_, out=None, **__: out),

@@ -135,7 +135,8 @@ class Exchange:
         at = _CPU if group is None else agreement.device_for(group, _CPU)
         floats = struct.pack(f"{_NUMBERS}d", *values, *[0.0] * (_NUMBERS - len(values)))
         numbers = [*struct.unpack(f"{_NUMBERS}q", floats), micro]
-        row = torch.tensor(numbers, dtype=torch.int64, device=at)
+        # (A tensor made on a GPU would wait for all work before it.)
+        row = torch.tensor(numbers, dtype=torch.int64, device="cpu").to(at, non_blocking=True)
         text = {"name": self.name, "purpose": purpose, **settings}
         pending = self._post(purpose, agreement.row(text, row))
         assert pending is not None

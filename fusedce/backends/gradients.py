@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.plan import Sizes, choose_plan, device_budget, plan_tiles
+from fusedce.backends.plan import WALK_STEP, Sizes, choose_plan, device_budget, plan_tiles
 from fusedce.contract.problem import Outputs, Problem, Task, acc_dtype
 
 
@@ -68,7 +68,35 @@ def sizes_of(
         threads=torch.get_num_threads(),
         budget=device_budget(memory_of(problem.hidden.device)),
         gemm_block=gemm_block,
-    )
+    ).with_copies(*copied_bytes(problem, V) if triton else (0, 0))
+
+
+def is_row_major(x: Tensor, step: int) -> bool:
+    """Whether ``x (n, H)`` has its rows in memory, and, for a ``step`` above 1, can be walked over.
+
+    Then rows are a multiple of ``step`` long and start at multiples of 16 bytes, which are loaded
+    at once.
+    """
+    if x.stride(1) != 1 or step == 1:
+        return x.stride(1) == 1
+    starts = x.storage_offset() * x.element_size(), x.stride(0) * x.element_size()
+    return x.stride(0) > 0 and not any(at % 16 for at in starts) and x.shape[1] % step == 0
+
+
+def copied_bytes(problem: Problem, V: int) -> tuple[int, int]:
+    """Bytes of copies of hidden ``(N, H)`` and weight ``(V, H)`` that the Triton backend makes.
+
+    Those of rows that are not in memory, and those of rows that cannot be walked over.
+    """
+    (N, H), element = problem.hidden.shape, problem.hidden.element_size()
+
+    def copied(step: int) -> int:
+        rows = sum(
+            n for x, n in ((problem.hidden, N), (problem.weight, V)) if not is_row_major(x, step)
+        )
+        return rows * (-(-H // step) * step) * element
+
+    return copied(1), copied(WALK_STEP)
 
 
 def check_budget(problem: Problem, call: Sizes) -> None:

@@ -41,6 +41,7 @@ COMPARED_ELEMENTS_CPU = 2**17  # per thread, of a tile in which two heads' logit
 # TILE_FLOPS decides: the host has the next launches ready by then.
 TILE_ELEMENTS = (2**23, 2**25)
 TILE_FLOPS = 2**36
+WALK_STEP = 64  # numbers of a row that the walk over the vocabulary loads at a time, at most
 EXP_BLOCK_V = 2048  # vocabulary entries of a row that share one maximum in training
 EXP_GEMM_H = 2304  # hidden size up to which one GEMM makes the exponentials, on sm_100
 MAX_SPLITS = 128  # of the vocabulary, in the pass that finds the statistics
@@ -80,6 +81,8 @@ class Sizes(NamedTuple):
     copies: int = 2  # float32 tiles that the torch backend's steps hold at a time
     fp16: bool = False  # float16 has too small a range for the factors of rows
     fixed: int = 0  # bytes that the caller holds as well
+    row_major: int = 0  # bytes of row-major copies of inputs, which the Triton backend needs
+    aligned: int = 0  # of copies with aligned rows, for its statistics (row-major, too)
     threads: int = 1  # of a CPU
     budget: int = DEVICE_BUDGET  # bytes of a chunk's logits on a GPU: see `device_budget`
     gemm_block: int = 0  # classes of a block where one GEMM makes the exponentials; 0: tiles do
@@ -88,6 +91,10 @@ class Sizes(NamedTuple):
     def with_teacher(self, teacher: int | None) -> Sizes:
         """The call of a divergence: from a teacher of that H, or from probabilities (None)."""
         return self._replace(logit=self.acc, teacher=teacher or 0)
+
+    def with_copies(self, row_major: int, aligned: int) -> Sizes:
+        """The call of inputs of which the Triton backend makes copies."""
+        return self._replace(row_major=row_major, aligned=aligned)
 
     @property
     def limits(self) -> Limits:
@@ -351,7 +358,7 @@ def by_tiles(sizes: Sizes, R: int, T: int) -> Plan:
         if sizes.weight and sizes.fp16:
             held["scaled hidden states"] = n * H * (acc + sizes.element)
         # Up to five numbers a row and split, before the tiles are made.
-        before = 20 * sizes.N * min(-(-sizes.V // 64), MAX_SPLITS)
+        before = 20 * sizes.N * min(-(-sizes.V // 64), MAX_SPLITS) + sizes.aligned
         held["statistics"] = max(before - sum(held.values()), 0) + 4 * 16 * n
     else:
         held["tiles"] = sizes.copies * R * T * acc
@@ -371,6 +378,7 @@ def _plan(sizes: Sizes, name: str, tokens: int, classes: int, held: dict[str, in
         "hidden states gathered": sizes.n * H * sizes.element if gathered else 0,
         "positions": 24 * N,
         "held besides": sizes.fixed,
+        "row-major copies": sizes.row_major,
         "products of the library": SCRATCH_CPU if sizes.on_cpu else 0,
     }
     return Plan(name, tokens, classes, {name: count for name, count in held.items() if count})

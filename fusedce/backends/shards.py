@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedce.agreement import ALL_GATHER, not_all_came
-from fusedce.backends.gradients import sizes_of
+from fusedce.backends.gradients import copied_bytes, sizes_of
 from fusedce.backends.plan import DEVICE_BUDGET, Sizes
 from fusedce.contract.problem import Outputs, Problem, Shard, acc_dtype
 
@@ -49,10 +49,11 @@ def sharded_sizes(problem: Problem, shard: Shard, n: int) -> Sizes:
     acc, triton = acc_dtype(problem.hidden.dtype).itemsize, problem.by_triton()
     wanted, logit = Outputs(hidden=True, weight=True), None if triton else acc
     call = sizes_of(problem, wanted, n, logit=logit, triton=triton)
+    V = max(shard.largest, 1)
     return call._replace(
-        V=max(shard.largest, 1), fixed=64 * call.N + shard.gathered, copies=max(call.copies, 3),
+        V=V, fixed=64 * call.N + shard.gathered, copies=max(call.copies, 3),
         threads=1, budget=DEVICE_BUDGET,
-    )  # fmt: skip
+    ).with_copies(*copied_bytes(problem, V) if triton else (0, 0))  # fmt: skip
 
 
 # ---- tokens of each rank's own ------------------------------------------------------------------

@@ -160,7 +160,9 @@ def test_memory_keeps_to_the_plan(N, H, V):
     from fusedce.backends.triton import archs
     from fusedce.tools.plan import Device, call
 
-    x = inputs(N, H, V, ignored=0.0)
+    shapes = (N, H), (V, H)
+    x = [torch.randn(*shape, dtype=torch.bfloat16, device=current()) for shape in shapes]
+    x.append(torch.randint(V, (N,), device=current()))
     step(*x)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

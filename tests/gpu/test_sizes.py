@@ -108,3 +108,14 @@ def test_offsets_past_2_to_31(device, N, H, V):
     parts = [fusedce.fused_ce(h, weight, y, backend="triton").loss_sum
              for h, y in zip(hidden.split(7_000), labels.split(7_000), strict=True)]  # fmt: skip
     torch.testing.assert_close(loss, torch.stack(parts).sum(), rtol=1e-6, atol=0)
+    if N * V > 2**31:
+        one_chunk, chunks = (training_step(hidden, weight, labels, C) for C in (N, 7_000))
+        for x, y in zip(one_chunk, chunks, strict=True):
+            rounding = torch.finfo(torch.bfloat16).eps
+            assert (x.float() - y.float()).norm() <= rounding * y.float().norm()
+
+
+def training_step(hidden, weight, labels, chunk_tokens):
+    leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
+    out = fusedce.fused_ce(*leaves, labels, chunk_tokens=chunk_tokens, backend="triton")
+    return torch.autograd.grad(out.mean(), leaves)

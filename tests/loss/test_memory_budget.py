@@ -235,6 +235,35 @@ def test_the_least_budget_of_an_error_has_room_for_both_passes(monkeypatch, name
                 assert (x - y).norm() <= roundings * torch.finfo(dtype).eps * y.norm()
 
 
+def shifted(weight):
+    """The same weight, which does not begin at a multiple of 16 bytes."""
+    return torch.cat([weight.new_zeros(1), weight.flatten()])[1:].view_as(weight)
+
+
+LAYOUTS = {
+    "columns in memory": lambda weight: weight.t().contiguous().t(),
+    "rows not aligned": shifted,
+    "rows of no whole steps": lambda weight: weight[:, :-8].contiguous(),
+}
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copies_of_a_weight_that_the_kernels_cannot_read_are_in_the_budget(layout, train):
+    hidden, weight, labels, _ = Case((40,), 64, 3000, torch.bfloat16).tensors()
+
+    def least(weight):
+        weight = weight.requires_grad_(train)
+        return least_budget(lambda budget: fused_ce(
+            hidden[:, : weight.shape[1]].contiguous(), weight, labels, backend="triton",
+            memory_budget=budget,
+        ))  # fmt: skip
+
+    of_copy = weight.numel() * weight.element_size()
+    assert least(weight) < of_copy
+    assert least(LAYOUTS[layout](weight.detach())) >= of_copy
+
+
 def test_a_frozen_weight_has_more_room(taken, monkeypatch):
     """A frozen weight needs no gradient and no accumulator. Exponentials are in float32 here."""
     monkeypatch.setattr(products, "bf16_gemm", lambda: None)

@@ -48,7 +48,6 @@ def backend_on(name: str):
             (choose, "why_not_triton", lambda *_: None),
             (archs, "architecture", lambda _: device.row),
             (archs, "processors", lambda _: 3),
-            (launch, "interpreted", lambda _: False),
             (launch, "_cuda", lambda _: True),
             (launch, "tf32_allowed", lambda: device.tf32),
         ):

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fusedce.backends.gradients import is_row_major
 from fusedce.backends.plan import multiple_of_16
 from fusedce.backends.triton.archs import Blocks, vocabulary_splits
 from fusedce.backends.triton_errors import CannotLaunch, why
@@ -24,6 +25,8 @@ from fusedce.contract.problem import Problem, Projection
 from fusedce.kernels.compact import compact_kernel
 from fusedce.kernels.walk import walk_kernel
 
+# Triton's interpreter, which takes a GPU's tensors as well, multiplies bfloat16 as integers.
+INTERPRETED = not isinstance(walk_kernel, triton.JITFunction)
 # Triton 3.4 reads shared memory and lets TMA overwrite it without a proxy fence between.
 TMA = not triton.__version__.startswith("3.4.")
 
@@ -71,7 +74,7 @@ def walk(
         "BLOCK_H": blocks.BLOCK_H,
         "GROUP_N": blocks.GROUP_N,
         "INPUT_PRECISION": input_precision(hidden),
-        "UPCAST": interpreted(hidden.device),
+        "UPCAST": INTERPRETED,
         "num_warps": blocks.num_warps,
         "num_stages": blocks.num_stages,
     }
@@ -111,29 +114,23 @@ def of_whole_steps(name: str, x: Tensor, step: int) -> Tensor:
 
     Rows are padded with zeros. The main loop then needs no masks, and its loads are wide.
     """
-    more = -x.shape[1] % step
-    if x.stride(1) == 1 and aligned(x) and not more:
+    if has_whole_steps(x, step):
         return x
+    more = -x.shape[1] % step
     why = f"rows are no multiple of {step} long" if more else "rows are not aligned to 16 bytes"
     warn_once(f"{name} is copied on every call, since its {why}")
     return pad(x, (0, more)) if more else x.clone(memory_format=torch.contiguous_format)
 
 
-def aligned(x: Tensor) -> bool:
-    """Whether every row starts at a multiple of 16 bytes, as wide loads need."""
-    stride = x.stride(0) * x.element_size()
-    return x.data_ptr() % 16 == 0 and stride > 0 and stride % 16 == 0
+def has_whole_steps(x: Tensor, step: int) -> bool:
+    """Whether ``x (n, H)`` can be walked over as it is."""
+    return is_row_major(x, step) and x.data_ptr() % 16 == 0
 
 
 @functools.cache
 def warn_once(what: str) -> None:
     """Warn once per message about a slower path."""
     warnings.warn(f"fusedce: {what}; this is slower, the result is the same", stacklevel=5)
-
-
-def interpreted(device: torch.device) -> bool:
-    """Whether Triton's interpreter runs the kernels there: its products of bf16 are wrong."""
-    return device.type == "cpu"
 
 
 def input_precision(x: Tensor) -> str:

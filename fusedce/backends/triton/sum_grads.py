@@ -26,11 +26,11 @@ from fusedce.backends.triton.head_gradients import (
 )
 from fusedce.backends.triton.launch import (
     Rows,
-    aligned,
     capturing,
     compact,
     device_guard,
     has_options,
+    has_whole_steps,
     launch_grid,
     power_of_2,
     raise_on_cpu,
@@ -113,7 +113,7 @@ def _gemm_blocks(problem: Problem, wanted: Outputs) -> archs.Blocks | None:
     # The likeliest class, and stores that are not aligned, take registers as options do.
     options = has_options(problem) or wanted.argmax or V % 16
     blocks = walks.gemm_with_options if options else walks.gemm
-    if blocks is None or weight.stride(1) != 1 or not aligned(weight) or H % blocks.BLOCK_H:
+    if blocks is None or not has_whole_steps(weight, blocks.BLOCK_H):
         return None  # cuBLAS reads other rows better
     return blocks if walks.gemm_up_to >= H else None
 
