@@ -48,8 +48,8 @@ from fusedce.kernels.walk import EXPONENTIALS
 def loss_and_grads(problem: Problem, wanted: Outputs, argmax: Tensor | None) -> Summed:
     """The sum and its wanted gradients; holds the exponentials of one chunk."""
     hidden, labels = problem.hidden, problem.labels.contiguous()
-    if hidden.stride(1) != 1:
-        hidden = hidden.contiguous()
+    if hidden.stride(1) != 1 or hidden.stride(0) % 16:
+        hidden = hidden.contiguous()  # as gathered rows are: a graph's kernels know such strides
     problem, N, device = problem.replace(hidden=hidden, labels=labels), len(hidden), hidden.device
     with device_guard(device):
         packed, dtypes = compact(problem), saved_grad_dtypes(problem)

@@ -119,6 +119,16 @@ def test_training_compiles_nothing_inside_a_graph(
     assert {"label_logit_kernel", exponentials, "softmax_rows_kernel"} <= kernels
 
 
+def test_rows_of_any_stride_are_trained_by_the_same_kernels(monkeypatch, inside_a_graph):
+    """Inside a graph rows are gathered, though all of them count."""
+    by_gemm(monkeypatch, one_gemm=True)
+    problem = problem_of(ignored=0)
+    wide = torch.zeros(96, 40, dtype=torch.bfloat16)  # rows begin at multiples of 16 bytes
+    kernels, new = inside_a_graph(lambda: train(problem.replace(hidden=wide[:, :32])))
+    assert "walk_kernel" in kernels
+    assert new == set()
+
+
 @pytest.mark.parametrize("V", [320, 333])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_forward_only_compiles_nothing_inside_a_graph(inside_a_graph, options, V):
