@@ -101,7 +101,8 @@ class Window:
         first, *others = [out.loss_sum * (w * factor / n) for out, w, n in of_losses]
         loss = sum(others, first)
         if self.auxiliary:
-            total = torch.stack(self.auxiliary).sum() / (self.n_declared or 1)
+            assert self.n_declared, "add_auxiliary is for declared counts"
+            total = torch.stack(self.auxiliary).sum() / self.n_declared
             loss = loss + total.to(loss) * (factor / ranks)
             self.auxiliary = []
         if not torch.is_grad_enabled():  # the first of a checkpoint's two passes
