@@ -293,8 +293,8 @@ def softmax_rows_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "labels", "lse", "top", "temperature", "alpha", "beta", "gamma", "at_label", "label_grads",
-        "first", "begin", "T",
+        "labels", "lse", "top", "temperature", "alpha", "beta", "gamma", "at_label", "classes",
+        "at_classes", "K", "label_grads", "first", "begin", "T",
     ]
 )  # fmt: skip
 def token_grad_kernel(
@@ -310,6 +310,9 @@ def token_grad_kernel(
     beta,  # or None
     gamma,  # or None
     at_label,  # (C,) fp32: g at the label
+    classes,  # (C, K) int, or None: further classes, other numbers for none
+    at_classes,  # (C, K) fp32: added to their derivatives, where they are not the label
+    K,
     label_grads,  # (C,) fp32 out: the label's, without GRAD_SCALE
     count,  # () int32: rows from here on (counted from the first block's) are padding
     first,
@@ -358,6 +361,11 @@ def token_grad_kernel(
             g += tl.load(gamma + c)
     slope = logits_slope(z, scale, softcap)
     g *= slope * GRAD_SCALE
+    if classes is not None:  # before g is rounded, since the two may nearly cancel
+        for k in range(c * K, c * K + K):
+            at = label_of_tile(classes, k, begin, start, T, BLOCK_V)
+            if at >= 0:
+                g += tl.where(offs_t == at, tl.load(at_classes + k) * GRAD_SCALE, 0.0)
 
     at = label_of_tile(labels, c, begin, start, T, BLOCK_V)
     if at >= 0:

@@ -136,6 +136,27 @@ def test_backward_by_tiles_with_options(on, small_tiles, arch, options):
                          class_weight=weighted))  # fmt: skip
 
 
+@ARCHS
+@TWO_BYTES
+def test_gradients_of_several_classes_of_a_token(on, small_tiles, arch, dtype):
+    """One of them twice, one ignored; in several tiles."""
+    on(arch)
+    hidden, weight, labels, _ = Case((24,), 72, 515, dtype).tensors()
+    classes = (labels.clamp(min=0)[:, None] + torch.tensor([0, 7, 300, 7, 514])) % 515
+    classes[::3, 2] = -100
+    factors = torch.linspace(-1, 1, classes.numel(), dtype=torch.float64).view(24, 5)
+
+    def gradients(function, *leaves, **options):
+        stats = function(*leaves, classes, **options)
+        return torch.autograd.grad((factors * stats.logprob.double()).sum(), leaves)
+
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    found = gradients(fusedce.fused_logprobs, *leaves, backend="triton")
+    exact = gradients(oracle.token_stats, *(x.detach().double().requires_grad_() for x in leaves))
+    for a, b in zip(found, exact, strict=True):
+        assert (a.double() - b).norm() <= 2 * torch.finfo(dtype).eps * b.norm()
+
+
 def test_tiles_depend_neither_on_the_order_of_ctas_nor_on_when_copies_land(on, small_tiles):
     gpu = on("sm_90")
     inputs = Case((40,), 72, 515, BF16, logits="peaked").tensors()[:3]

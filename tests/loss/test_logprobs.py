@@ -249,6 +249,30 @@ def test_a_masked_class_has_no_part_in_the_entropy(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_of_a_student_near_its_teacher_do_not_cancel(backend, dtype):
+    """``p - q`` of a class is rounded, not ``p``: with all classes and nearly equal logits."""
+    hidden, weight, *_ = Case((20,), 16, 40, dtype).tensors()
+    z = F.linear(*in_float64(hidden, weight)).detach()
+    z = z + 0.01 * torch.randn(z.shape, generator=torch.Generator().manual_seed(2))
+    q, classes = z.softmax(-1).topk(40)
+    q = q.float()
+
+    def gradients(function, *leaves):
+        return torch.autograd.grad(-(q * function(*leaves, classes)).sum(), leaves)
+
+    def ours(hidden, weight, classes):
+        return fused_logprobs(hidden, weight, classes, backend=backend).logprob
+
+    found = gradients(ours, hidden.requires_grad_(), weight.requires_grad_())
+    exact = gradients(lambda *x: token_stats(*x).logprob, *in_float64(hidden, weight))
+    # The last of logits' own float32 roundings, beside differences of 0.01.
+    rounding = 4 * torch.finfo(dtype).eps + 2e-4
+    for x, y in zip(found, exact, strict=True):
+        assert (x.double() - y).norm() <= rounding * y.norm()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_chosen_classes_that_are_masked_are_impossible_and_not_nan(backend):
     """Also where all classes chosen for a token are."""
     hidden, weight, *_ = Case((3,), 8, 23).tensors()

@@ -5,6 +5,7 @@ that with the hidden states gives these rows of the weight gradient, complete an
 sum over chunks is held. The tiles' parts of ``d_hidden`` are added up in float32.
 
 The label's entry of a token leaves the tiles and reaches the gradients in float32, as in training.
+Those of further classes are added to the tiles.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def token_grads(
             dh = grads.hidden if every_row else torch.empty_like(walk.h, dtype=torch.float32)
             dh.zero_()
         walk.add_tiles(grads, dh, plan.tokens, plan.classes)
-        columns, at = walk.all_label_grads(upstream)
+        columns, at = walk.own_label_grads(upstream)
         if grads.hidden is not None and dh is not None:
             walk.finish_hidden(dh, columns, at, walk.factors, rows, grads.hidden, 0, 0, 1.0)
         add_label_grads(grads.weight, grads.bias, columns, at, walk.h, len(problem.weight), 1.0)
@@ -104,6 +105,7 @@ class _Walk(Head):
             "lse": lse[chosen].float(),
             "top": None if upstream.top is None else upstream.top[chosen],
             "temperature": None if temperature is None else temperature[chosen].float(),
+            "classes": None if upstream.classes is None else upstream.classes[chosen],
         }
         self.label_grads = torch.zeros(n, dtype=torch.float32, device=weight.device)  # the labels'
 
@@ -139,15 +141,15 @@ class _Walk(Head):
             if of_tile is not None and d_weight is not None and d_weight is not of_tile:
                 of_tile.copy_(d_weight)  # rounded once
 
-    def all_label_grads(self, upstream: LogitGrad) -> tuple[Tensor, Tensor]:
-        """Columns and values ``(K, n)`` of the entries of the labels, and of further classes."""
+    def own_label_grads(self, upstream: LogitGrad) -> tuple[Tensor, Tensor]:
+        """Columns and values ``(1, n)`` of the entries of the labels."""
         y = self.of_rows["labels"]
         assert y is not None
         own = self.label_grads if self.factors is None else self.label_grads * self.factors
-        if upstream.classes is None or upstream.at_classes is None:
-            return y[None], own[None]
-        classes, at = (x[self.chosen].t() for x in (upstream.classes, upstream.at_classes))
-        return torch.cat([y[None], classes.to(y.dtype)]), torch.cat([own[None], at.float()])
+        if upstream.classes is not None and upstream.at_classes is not None:
+            classes, at = (x[self.chosen] for x in (upstream.classes, upstream.at_classes))
+            own = own + at.masked_fill(classes != y[:, None], 0).sum(1).float()
+        return y[None], own[None]
 
     def _gradient(
         self, products: Tensor, stored: Tensor, rows: slice, begin: int, end: int
@@ -173,6 +175,7 @@ class _Walk(Head):
             begin=begin,
             T=T,
             width=width,
+            K=0 if cut["classes"] is None else cut["classes"].shape[1],
             stride_pc=width,
             stride_gc=stored.stride(0),
             GRAD_SCALE=self.grad_scale,
@@ -195,6 +198,7 @@ def _factors(
     alpha = upstream.alpha[rows].double()
     beta = None if upstream.beta is None else upstream.beta[rows].double()
     gamma = None if upstream.gamma is None else upstream.gamma[rows].double()
+    at_classes = None if upstream.at_classes is None else upstream.at_classes[rows].double()
     size = None
     if dtype == torch.float16:
         size = alpha.abs() + at_label.abs()
@@ -202,10 +206,15 @@ def _factors(
             size += beta.abs()
         if gamma is not None:
             size += gamma.abs() * (1.0 if class_weight is None else class_weight.abs().amax())
+        if at_classes is not None:
+            size += at_classes.abs().sum(1)  # a class may stand twice
         # A power of two, which multiplies the products' other operand without rounding it again.
         size = size.masked_fill_(size == 0, 1).log2_().floor_().exp2_()
     given = {"alpha": alpha, "beta": beta, "gamma": gamma, "at_label": at_label}
-    return None if size is None else size.float(), {
+    divided = {
         name: None if x is None else (x if size is None else x / size).float()
         for name, x in given.items()
     }
+    if at_classes is not None:
+        at_classes = (at_classes if size is None else at_classes / size[:, None]).float()
+    return None if size is None else size.float(), divided | {"at_classes": at_classes}
