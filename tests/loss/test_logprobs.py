@@ -379,8 +379,9 @@ def test_calls_that_wait_for_one_backward_keep_no_more_logits_than_one():
     from fusedce.backends.plan import CPU_BUDGET
     from fusedce.backends.torch import stats_and_grads
 
-    hidden, weight = torch.randn(60, 4), torch.randn(100_000, 4, requires_grad=True)
+    hidden, weight = torch.randn(60, 4), torch.randn(400_000, 4, requires_grad=True)
     labels = torch.arange(60)
+    assert 6 * 400_000 * 4 < CPU_BUDGET < 60 * 400_000 * 4
 
     before = sum(stats_and_grads._kept.values())
     parts = zip(hidden.split(6), labels.split(6), strict=True)

@@ -200,6 +200,12 @@ def test_a_loss_that_is_a_sum_is_refused():
         model_loss(Means(reduction="sum"), WHOLE)
 
 
+def test_a_model_that_returns_a_tuple_returns_its_loss_first():
+    batch = micro_batches(0)[1]
+    out = model_loss(replace_loss_head(llama()), {**batch, "return_dict": False})
+    assert float(out.mean()) == pytest.approx(float(llama()(**batch).loss), rel=SAME_MODEL)
+
+
 def test_modules_in_evaluation_stay_so():
     model = Means()
     model.body.eval()
