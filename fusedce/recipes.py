@@ -7,8 +7,8 @@ for ``.mean()`` or a :class:`fusedce.LossAccumulator` over the whole optimizer s
 A log-probability of a sequence is the sum over its tokens: ``stats.logprob.sum(-1)``, where prompt
 and padding are ignored labels; its mean, for SimPO and ORPO, is that over ``used.sum(-1)``. Chosen
 and rejected answers go through one call, stacked; so do all of the reference's, under
-``torch.no_grad()``. Masks are bool, or numbers of which 0 is False. Nothing broadcasts: a tensor of
-another shape is a ``ValueError``.
+``torch.no_grad()``. Inputs of two bytes are computed in float32. Masks are bool, or numbers of
+which 0 is False. Nothing broadcasts: a tensor of another shape is a ``ValueError``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fusedce.contract.checks import check_are_tensors, check_choice
 from fusedce.contract.divergence import forward_terms
-from fusedce.contract.problem import INFINITE
+from fusedce.contract.problem import INFINITE, acc_dtype
 from fusedce.contract.results import LossSum
 from fusedce.loss.fused_ce import fused_ce
 from fusedce.loss.logprobs import fused_logprobs
@@ -99,7 +99,7 @@ def grpo_loss(
     check_choice("kind", kind, ("clipped", "cispo"))
     check_choice("ratio", ratio, ("token", "sequence"))
     check_choice("normalisation", normalisation, ("token", "sequence", "dr_grpo"))
-    used = used != 0
+    logprob, used = _wide(logprob), used != 0
     a = advantage if advantage.dim() == 2 else advantage[:, None]
     logprob = logprob.masked_fill(~used, 0)  # a gradient of infinities would be NaN
     log_ratio = logprob - sampled.masked_fill(~used, 0)
@@ -119,7 +119,7 @@ def grpo_loss(
         d = reference.masked_fill(~used, 0) - logprob
         loss = loss + kl * (torch.expm1(d) - d)
     if entropy is not None and entropy_bonus:
-        loss = loss - entropy_bonus * entropy
+        loss = loss - entropy_bonus * _wide(entropy)
     loss, n = loss.masked_fill(~used, 0), used.sum()
     if normalisation == "sequence":
         loss = loss.sum(-1) / used.sum(-1).clamp(min=1)
@@ -168,7 +168,7 @@ def dpo_loss(
     """
     check_choice("kind", kind, tuple(_OF_PAIRS))
     _check_shapes(policy, "policy", reference=reference)
-    return _of_pairs(kind, beta * (policy - reference), label_smoothing)
+    return _of_pairs(kind, beta * (_wide(policy) - reference), label_smoothing)
 
 
 def cpo_loss(
@@ -190,7 +190,7 @@ def cpo_loss(
         tensor(0.6931)
     """
     check_are_tensors(policy=policy)
-    return _of_pairs("sigmoid", beta * policy, label_smoothing, gamma)
+    return _of_pairs("sigmoid", beta * _wide(policy), label_smoothing, gamma)
 
 
 def orpo_loss(
@@ -208,7 +208,8 @@ def orpo_loss(
         tensor(0.6931)
     """
     check_are_tensors(policy=policy)
-    log_p = policy.clamp(max=-torch.finfo(policy.dtype).tiny)  # odds of a p of 1 are infinite
+    log_p = _wide(policy)
+    log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).tiny)  # odds of a p of 1 are infinite
     return _of_pairs("sigmoid", log_p - (-torch.expm1(log_p)).log()) * beta
 
 
@@ -255,11 +256,11 @@ def kto_loss(
             f"policy must be (B,), a sum over each sequence, got {tuple(policy.shape)}"
         )
     if isinstance(divergence, (int, float)):
-        divergence = torch.full((), float(divergence), device=policy.device)
+        divergence = torch.full((), float(divergence), dtype=torch.float64, device=policy.device)
     check_are_tensors(divergence=divergence)
     if divergence.numel() != 1:
         raise ValueError(f"divergence must be (), one number, got {tuple(divergence.shape)}")
-    above = beta * (policy - reference - divergence.detach().reshape(()).clamp(min=0))
+    above = beta * (_wide(policy) - reference - divergence.detach().reshape(()).clamp(min=0))
     loss = torch.where(
         desirable != 0,
         desirable_weight * torch.sigmoid(-above),
@@ -286,7 +287,7 @@ def token_scaled_loss(
     """
     _check_shapes(logprob, used=used)
     used = used != 0
-    logprob = logprob.masked_fill(~used, 0)
+    logprob = _wide(logprob).masked_fill(~used, 0)
     factor = logprob.detach().exp()
     loss = -factor * logprob.masked_fill(factor == 0, 0)  # p log p is 0 for p = 0
     return LossSum(loss.sum(), used.sum())
@@ -327,6 +328,11 @@ def codebook_loss(
     return functools.reduce(LossSum.__add__, (fused_ce(hidden, w, y, **options) for w, y in each))
 
 
+def _wide(x: Tensor) -> Tensor:
+    """Log-probabilities in float32 or better, in which sums over tokens are computed."""
+    return x.to(acc_dtype(x.dtype))
+
+
 def _check_shapes(like: Tensor, name: str = "logprob", /, **others: Tensor | None) -> None:
     """Raise an error for what is no tensor of the shape of ``like``, called ``name``."""
     given = {other: x for other, x in others.items() if x is not None}
@@ -363,6 +369,7 @@ def reverse_kl_loss(
         raise ValueError(f"used must be {tuple(student.shape[:-1])}, got {tuple(used.shape)}")
     used = used != 0
     both = (x.double().masked_fill(~used[..., None], -1.0) for x in (student, teacher.detach()))
+    student = _wide(student)
     log_p, log_q = (_with_the_rest(x, torch.finfo(student.dtype).eps) for x in both)
     loss = _divergence(log_q, log_p).masked_fill(~used, 0)
     return LossSum(loss.sum().to(student.dtype), used.sum())

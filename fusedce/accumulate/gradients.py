@@ -22,6 +22,7 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for p in parameters:
         grad = local_of(p.grad)
+        grad = grad._values() if grad.is_sparse else grad
         groups.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, _), grads in groups.items():
         if device.type == "cuda":

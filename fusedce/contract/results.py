@@ -80,13 +80,15 @@ class LossSum(NamedTuple):
 
     def __mul__(self, factor: Any) -> LossSum:
         """The loss times a number, over the same tokens; its z-loss is scaled, too."""
-        return self._scaled(lambda x: x * factor) if _is_factor(factor) else NotImplemented
+        number = _as_number(factor)
+        return NotImplemented if number is None else self._scaled(lambda x: x * number)
 
     def __rmul__(self, factor: Any) -> LossSum:
         return self * factor
 
     def __truediv__(self, divisor: Any) -> LossSum:
-        return self._scaled(lambda x: x / divisor) if _is_factor(divisor) else NotImplemented
+        number = _as_number(divisor)
+        return NotImplemented if number is None else self._scaled(lambda x: x / number)
 
     def __neg__(self) -> LossSum:
         return self._scaled(lambda x: -x)
@@ -200,9 +202,11 @@ class ScaledLossSum(MonitoredLossSum):
     """
 
 
-def _is_factor(x: object) -> bool:
-    number = isinstance(x, (int, float)) and not isinstance(x, bool)
-    return number or (isinstance(x, Tensor) and x.numel() == 1)
+def _as_number(x: Any) -> Any:
+    """A number, or a tensor of one, as ``()``, which does not lower the dtype of a sum."""
+    if isinstance(x, Tensor) and x.numel() == 1:
+        return x.reshape(())
+    return x if isinstance(x, (int, float)) and not isinstance(x, bool) else None
 
 
 class TokenStats(NamedTuple):

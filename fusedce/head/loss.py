@@ -254,9 +254,12 @@ def cross_entropy(
         options = weight, size_average, ignore_index, reduce, reduction, label_smoothing
         return func(x, target, *options)
     next(iter(x.expr.steps)).head.report.losses += 1
-    dtype = x.dtype if autocast_dtype(x.device) is None else fused.loss.dtype
-    loss = FusedLoss.apply(x, fused, dtype) if train else fused.loss.to(dtype)
     observer = LossObserver.current.get()
+    # A loss of two bytes would round the factor that its denominator becomes.
+    counted = observer is not None and observer.denominator is not None
+    wide = counted or autocast_dtype(x.device) is not None
+    dtype = fused.loss.dtype if wide else x.dtype
+    loss = FusedLoss.apply(x, fused, dtype) if train else fused.loss.to(dtype)
     if observer is not None and len(observer.graphs) < len(observer.losses):
         observer.graphs.append(loss)
     return loss

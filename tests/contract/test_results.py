@@ -19,6 +19,15 @@ def numbers(out):
     return out.loss_sum.item(), int(out.n_valid)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_factor_with_a_dimension_does_not_lower_the_dtype(dtype):
+    for out in (
+        a_sum(2, 3) * torch.tensor([0.3], dtype=dtype),
+        a_sum(2, 3) / torch.ones(1, dtype=dtype),
+    ):
+        assert (out.loss_sum.dtype, out.loss_sum.shape) == (torch.float32, ())
+
+
 def test_losses_and_counts_are_added():
     a, b = a_sum(2, 3), a_sum(1, 4)
     assert numbers(a + b) == (3, 7)

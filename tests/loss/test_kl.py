@@ -479,3 +479,20 @@ def test_what_is_wrong_is_said(name):
     spoil(args, options)
     with pytest.raises((TypeError, ValueError), match=message):
         fused_kl(*args, **options)
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
+def test_a_mean_over_nearly_a_power_of_two_tokens_is_not_shrunk(kind):
+    """Of bfloat16 hidden states times 1 / 511, nearly all would be rounded in one direction."""
+    rng = torch.Generator().manual_seed(0)
+    hidden, teacher = (torch.randn(511, 64, generator=rng).bfloat16() for _ in range(2))
+    weight, other = (torch.randn(300, 64, generator=rng).div(8).bfloat16() for _ in range(2))
+
+    def gradient(hidden, weight, teacher, other):
+        weight = weight.detach().requires_grad_()
+        loss = fused_kl(hidden, weight, teacher, other, divergence=kind, backend="torch")
+        return torch.autograd.grad(loss.mean(), weight)[0].double()
+
+    given = hidden, weight, teacher, other
+    found, exact = gradient(*given), gradient(*(x.double() for x in given))
+    assert abs(((found - exact) * exact).sum() / exact.square().sum()) < 5e-4

@@ -35,10 +35,13 @@ def check_correction(dtype, device):
     tensors = [torch.randn(n, device=device).to(dtype) for n in (7, 1000, 2**20)]
     for x in tensors:
         x.grad = x.clone()
-    scale_gradients(tensors, factor)
-    for x in tensors:
+    sparse = torch.randn(300, 4, device=device).to(dtype)
+    sparse.grad = sparse.to_sparse(1).coalesce()
+    scale_gradients([*tensors, sparse], factor)
+    for x in (*tensors, sparse):
         wide = torch.promote_types(dtype, torch.float32)
-        torch.testing.assert_close(x.grad, (x.to(wide) * factor).to(dtype), rtol=0, atol=0)
+        exact = (x.to(wide) * factor).to(dtype)
+        torch.testing.assert_close(x.grad.to_dense(), exact, rtol=0, atol=0)
 
 
 class Raising(torch.autograd.Function):

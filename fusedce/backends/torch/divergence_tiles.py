@@ -113,19 +113,20 @@ def divergence_and_grads(task: Task) -> Summed:
         losses[chunk] = (loss.masked_fill(loss >= INFINITE, math.inf) * w).to(acc)
         if not compared.train:
             continue
-        of_rows = (outer * w).to(acc)[:, None]
-        scaled = (h * of_rows).to(gemm)
+        # One factor of all hidden states, such as 1 / n, would round them all in one direction.
+        g.mul_((outer * w).to(acc))
+        right = h.to(gemm)
         dh = None if grads.hidden is None else torch.zeros_like(h)
         for begin, end in tiles(len(g), plan.classes):
             tile = g[begin:end].to(gemm)
             if dh is not None:
                 products(tile.t(), compared.logits.rows(begin, end, gemm), dh, add=True)
             if grads.weight is not None:
-                products(tile, scaled, grads.weight[begin:end], add=at > 0)
+                products(tile, right, grads.weight[begin:end], add=at > 0)
         if grads.bias is not None:
-            grads.bias += torch.mv(g, of_rows[:, 0])
+            grads.bias += g.sum(1)
         if dh is not None and grads.hidden is not None:
-            grads.hidden[chunk] = dh.mul_(of_rows).to(grads.hidden.dtype)
+            grads.hidden[chunk] = dh.to(grads.hidden.dtype)
     if shard is not None and grads.hidden is not None:
         all_reduce(grads.hidden, shard.group)
     return Summed(losses, n_valid, factor, *grads.cast_out())
