@@ -207,7 +207,13 @@ def zero_the_first(g):
     g[0] = 0
 
 
+class OtherLayout(RuntimeError):
+    """A gradient's strides, which nobody promises, do not allow a view."""
+
+
 def views_of_views(g):
+    if not g.is_contiguous():
+        raise OtherLayout
     a, b = g.view(-1, V), g.detach()
     a.view(-1)[::2] = 1
     b.add_(0.5)
@@ -427,6 +433,8 @@ def check(program, mode):
     x, y = tokens(3, 5), tokens(3, 5, seed=1)
     expected = run(program, native, x, y, mode)
     got = run(program, replaced, x, y, mode)
+    if OtherLayout in (expected, got):
+        return
     if isinstance(expected, type):
         assert isinstance(got, type), f"torch refuses {program} with {expected}"
         return
