@@ -24,6 +24,12 @@ def test_one_chunk_beats_several_beside_an_accumulator_until_it_is_larger():
     assert plan.choose_plan(LLAMA, chunk_tokens=7).tokens == 7
 
 
+def test_a_tile_on_a_gpu_holds_no_more_than_a_chunk():
+    """Its float32 products and its gradient, of as many tokens as fit."""
+    tile = plan.plan_tiles(LLAMA._replace(n=100_000, N=100_000))
+    assert 0.5 < tile.tokens * tile.classes * (4 + 2) / plan.DEVICE_BUDGET <= 1
+
+
 def test_chunks_of_a_large_head_on_a_cpu_are_worth_adding_to_its_gradient():
     """They may hold a quarter of the float32 gradient; a frozen head has none."""
     large = Sizes(384, 512, 128256, 2048, element=4, logit=4, on_cpu=True, triton=False)
