@@ -297,13 +297,27 @@ def test_one_token_has_the_same_bits_in_every_batch(backend):
 def test_one_class_is_the_label_and_any_order_of_memory_is_the_same(backend):
     """``torch.stack([chosen, rejected]).T`` is how pairs are often made."""
     hidden, weight, labels, _ = Case((6,), 8, 23).tensors()
-    pairs = torch.stack([labels, labels.roll(1)]).T
-    label, one, transposed, contiguous = (
-        fused_logprobs(hidden, weight, x, backend=backend)
-        for x in (labels, labels[:, None], pairs, pairs.contiguous())
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    pairs, twice = torch.stack([labels, labels.roll(1)]).T, labels[:, None].expand(-1, 2)
+    label, one, *several = (
+        fused_logprobs(*leaves, x, backend=backend)
+        for x in (labels, labels[:, None], pairs, pairs.contiguous(), twice, twice.contiguous())
     )
     torch.testing.assert_close(one._replace(logprob=one.logprob[:, 0]), label, **EXACT)
-    torch.testing.assert_close(transposed, contiguous, **EXACT)
+    upstream = torch.linspace(-1, 1, 12)
+    for order in (upstream.view(6, 2), upstream.view(2, 6).T):  # of the upstream gradient's memory
+        for other, contiguous in zip(several[::2], several[1::2], strict=True):
+            torch.testing.assert_close(other, contiguous, **EXACT)
+            found, exact = (
+                torch.autograd.grad(x.logprob, leaves, order, retain_graph=True)
+                for x in (other, contiguous)
+            )
+            torch.testing.assert_close(found, exact, **EXACT)
+            wide = in_float64(*leaves)
+            in_order = token_stats(*wide, twice if other is several[2] else pairs).logprob
+            exact = torch.autograd.grad(in_order, wide, order.double())
+            for x, y in zip(found, exact, strict=True):
+                assert (x - y).norm() <= 1e-5 * y.norm()
 
 
 def test_the_entropy_of_several_tiles_of_the_vocabulary():

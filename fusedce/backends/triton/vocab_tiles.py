@@ -105,7 +105,7 @@ class _Walk(Head):
             "lse": lse[chosen].float(),
             "top": None if upstream.top is None else upstream.top[chosen],
             "temperature": None if temperature is None else temperature[chosen].float(),
-            "classes": None if upstream.classes is None else upstream.classes[chosen],
+            "classes": None if upstream.classes is None else upstream.classes[chosen].contiguous(),
         }
         self.label_grads = torch.zeros(n, dtype=torch.float32, device=weight.device)  # the labels'
 
@@ -216,5 +216,6 @@ def _factors(
         for name, x in given.items()
     }
     if at_classes is not None:
-        at_classes = (at_classes if size is None else at_classes / size[:, None]).float()
+        at_classes = at_classes if size is None else at_classes / size[:, None]
+        at_classes = at_classes.float().contiguous()
     return None if size is None else size.float(), divided | {"at_classes": at_classes}
