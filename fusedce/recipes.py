@@ -222,7 +222,7 @@ def _of_pairs(kind: str, policy: Tensor, label_smoothing: float = 0, margin: flo
     loss = _OF_PAIRS[kind](chosen, rejected)
     if label_smoothing:
         loss = torch.lerp(loss, _OF_PAIRS[kind](rejected, chosen), label_smoothing)
-    return LossSum(loss.sum(), torch.full((), len(loss), device=loss.device))
+    return LossSum(loss.sum(), torch.full((), len(loss), dtype=torch.int64, device=loss.device))
 
 
 def kto_loss(
@@ -266,7 +266,7 @@ def kto_loss(
         desirable_weight * torch.sigmoid(-above),
         undesirable_weight * torch.sigmoid(above),
     )
-    return LossSum(loss.sum(), torch.full((), len(loss), device=loss.device))
+    return LossSum(loss.sum(), torch.full((), len(loss), dtype=torch.int64, device=loss.device))
 
 
 def token_scaled_loss(
