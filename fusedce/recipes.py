@@ -256,7 +256,8 @@ def kto_loss(
             f"policy must be (B,), a sum over each sequence, got {tuple(policy.shape)}"
         )
     if isinstance(divergence, (int, float)):
-        divergence = torch.full((), float(divergence), dtype=torch.float64, device=policy.device)
+        wide = acc_dtype(policy.dtype)
+        divergence = torch.full((), float(divergence), dtype=wide, device=policy.device)
     check_are_tensors(divergence=divergence)
     if divergence.numel() != 1:
         raise ValueError(f"divergence must be (), one number, got {tuple(divergence.shape)}")
@@ -369,10 +370,10 @@ def reverse_kl_loss(
         raise ValueError(f"used must be {tuple(student.shape[:-1])}, got {tuple(used.shape)}")
     used = used != 0
     both = (x.double().masked_fill(~used[..., None], -1.0) for x in (student, teacher.detach()))
-    student = _wide(student)
+    # (The rounding is that of the numbers given, whatever computes.)
     log_p, log_q = (_with_the_rest(x, torch.finfo(student.dtype).eps) for x in both)
     loss = _divergence(log_q, log_p).masked_fill(~used, 0)
-    return LossSum(loss.sum().to(student.dtype), used.sum())
+    return LossSum(loss.sum().to(acc_dtype(student.dtype)), used.sum())
 
 
 def distillation_loss(
