@@ -4,7 +4,7 @@ A chunk holds the gradient of its logits in the inputs' dtype, often of two byte
 of a row is far larger than the others; rounded to two bytes, it would make most of the error of
 ``grads.T @ hidden``: ``p - 1`` may lie midway between two bf16 numbers. So
 :mod:`fusedce.kernels.softmax_grad` keeps this entry in float32, outside of the matrix and without
-the row's factor. With labels ``(..., K)`` the gradient has such entries at the K classes too.
+the row's factor.
 `label_grad_kernel` adds the entries to the gradient of the head, `hidden_grad_kernel` to that of
 the hidden states, and `scale_kernel` multiplies a finished gradient by the factor that arrives in
 backward.
@@ -12,8 +12,8 @@ backward.
 Entries of one class are added to one row of the head's gradient. They are sorted by class first (a
 stable sort: entries of one class stay in the order of the chunk). The program at the first entry of
 a class adds all entries of that class, the others exit. So no two programs write to one address,
-and sums have a fixed order: the same bits from run to run. Bytes moved for n entries: 2 n H to read
-hidden states, and at most 8 n H to add to rows of float32 (4 n H to rows of two bytes), beside the
+and sums have a fixed order: the same bits from run to run. Bytes moved for C entries: 2 C H to read
+hidden states, and at most 8 C H to add to rows of float32 (4 C H to rows of two bytes), beside the
 6 C H V FLOPs of the chunk's products. `BLOCK_C` entries of a class are read at a time.
 """
 
@@ -21,24 +21,18 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(
-    do_not_specialize=[
-        "hidden", "columns", "order", "label_grads", "n", "C", "stride_hn", "stride_row"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["hidden", "columns", "order", "label_grads", "C", "stride_hn"])
 def label_grad_kernel(
     hidden,  # (C, H)
-    columns,  # (n,) int, sorted
-    order,  # (n,) int64: index of each in the flat (K, C) before sorting
-    label_grads,  # (K, C) fp32
+    columns,  # (C,) int, sorted
+    order,  # (C,) int64: the row of each
+    label_grads,  # (C,) fp32
     d_weight,  # (V, H) to add to, or None
     d_bias,  # (V,) fp32 to add to, or None
-    n,
     C,
     H,
     V,
     stride_hn,
-    stride_row,  # of entries
     factor,  # of all entries
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -57,21 +51,20 @@ def label_grad_kernel(
     mask_h = offs_h < H
     of_weight = tl.zeros((BLOCK_H,), dtype=tl.float32)
     of_bias = tl.zeros((), dtype=tl.float32)
-    more = start < n
+    more = start < C
     while more:
         offs_c = start + tl.arange(0, BLOCK_C)
-        mask_c = offs_c < n
+        mask_c = offs_c < C
         mask_c &= tl.load(columns + offs_c, mask=mask_c, other=0) == column
-        index = tl.load(order + offs_c, mask=mask_c, other=0)
-        rows = index % C
-        entry = tl.load(label_grads + index // C * stride_row + rows, mask=mask_c, other=0.0)
+        rows = tl.load(order + offs_c, mask=mask_c, other=0)
+        entry = tl.load(label_grads + rows, mask=mask_c, other=0.0)
         if d_weight is not None:
             at = hidden + rows[:, None] * stride_hn + offs_h[None, :]
             h = tl.load(at, mask=mask_c[:, None] & mask_h[None, :], other=0.0).to(tl.float32)
             of_weight += tl.sum(entry[:, None] * h, axis=0)
         of_bias += tl.sum(entry, axis=0)
         start += BLOCK_C
-        more = (start < n) & (tl.load(columns + tl.minimum(start, n - 1)) == column)
+        more = (start < C) & (tl.load(columns + tl.minimum(start, C - 1)) == column)
     if d_weight is not None:
         at = d_weight + column.to(tl.int64) * H + offs_h
         total = tl.load(at, mask=mask_h, other=0.0).to(tl.float32) + of_weight * factor
@@ -81,16 +74,12 @@ def label_grad_kernel(
         tl.store(d_bias + column, more_of_bias, mask=tl.program_id(1) == 0)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "columns", "label_grads", "row_factors", "rows", "begin", "first", "stride_row"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["columns", "label_grads", "row_factors", "rows", "begin", "first"])
 def hidden_grad_kernel(
     products,  # (rows, H) fp32: GRAD_SCALE * g @ weight, g the logits' gradient from row `begin` on
     weight,  # (V, H)
-    columns,  # (ENTRIES, C) int: classes of the entries that were left out of g
-    label_grads,  # (ENTRIES, C) fp32: their values
+    columns,  # (C,) int: classes of the entries that were left out of g
+    label_grads,  # (C,) fp32: their values
     row_factors,  # (C,) fp32 or None: factors of the rows of products
     rows,  # (N,) int32: position of each row
     d_hidden,  # (N, H) out
@@ -100,10 +89,8 @@ def hidden_grad_kernel(
     V,
     stride_wv,
     stride_dn,
-    stride_row,  # of columns and entries
     factor,  # of all rows
     GRAD_SCALE: tl.constexpr,
-    ENTRIES: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """Finish rows of products and store them at their positions in ``d_hidden``."""
@@ -114,12 +101,11 @@ def hidden_grad_kernel(
     g = tl.load(products + offs_h, mask=mask_h, other=0.0) * (1.0 / GRAD_SCALE)
     if row_factors is not None:
         g *= tl.load(row_factors + c)
-    for entry in range(ENTRIES):
-        column = tl.load(columns + entry * stride_row + c).to(tl.uint32)  # negative ones are large
-        known = column < V  # the entry of a bad label is NaN
-        at = weight + tl.where(known, column, 0).to(tl.int64) * stride_wv + offs_h
-        w = tl.where(known, tl.load(at, mask=mask_h, other=0.0).to(tl.float32), 0.0)
-        g += tl.load(label_grads + entry * stride_row + c) * w
+    column = tl.load(columns + c).to(tl.uint32)  # negative ones are large
+    known = column < V  # the entry of a bad label is NaN
+    at = weight + tl.where(known, column, 0).to(tl.int64) * stride_wv + offs_h
+    w = tl.where(known, tl.load(at, mask=mask_h, other=0.0).to(tl.float32), 0.0)
+    g += tl.load(label_grads + c) * w
     row = tl.load(rows + first + c).to(tl.int64)
     out = d_hidden + row * stride_dn + offs_h
     tl.store(out, (g * factor).to(d_hidden.dtype.element_ty), mask=mask_h)

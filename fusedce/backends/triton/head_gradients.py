@@ -40,8 +40,8 @@ class Head:
     def finish_hidden(
         self,
         products: Tensor,  # (n, H) fp32, `grad_scale` times the gradient of the logits @ weight
-        columns: Tensor,  # (K, C) int: see `add_label_grads`
-        label_grads: Tensor,  # (K, C) fp32
+        columns: Tensor,  # (C,) int: see `add_label_grads`
+        label_grads: Tensor,  # (C,) fp32
         factors: Tensor | None,  # (C,) fp32: of the products
         rows: Tensor,  # (N,) int32
         d_hidden: Tensor,  # (N, H) to fill at rows[first + begin:]
@@ -50,7 +50,7 @@ class Head:
         outer: float,  # a factor
     ) -> None:
         """Add single entries to the rows of products, and store them at their positions."""
-        (V, H), (K, C) = self.weight.shape, columns.shape
+        V, H = self.weight.shape
         launch_grid(
             hidden_grad_kernel,
             (len(products), -(-H // 1024)),
@@ -67,10 +67,8 @@ class Head:
             V=V,
             stride_wv=self.weight.stride(0),
             stride_dn=d_hidden.stride(0),
-            stride_row=C,
             factor=outer,
             GRAD_SCALE=self.grad_scale,
-            ENTRIES=K,
             BLOCK_H=min(power_of_2(H), 1024),
             num_warps=archs.ROW_WARPS,
         )
@@ -97,8 +95,8 @@ def add_to_bias(
 def add_label_grads(
     weight: Tensor | None,  # (V, H)
     bias: Tensor | None,  # (V,)
-    columns: Tensor,  # (K, C) int; entries out of [0, V) are left out
-    label_grads: Tensor,  # (K, C) fp32
+    columns: Tensor,  # (C,) int; entries out of [0, V) are left out
+    label_grads: Tensor,  # (C,) fp32
     h: Tensor,  # (C, H)
     V: int,
     outer: float,  # a factor
@@ -106,25 +104,23 @@ def add_label_grads(
     """Add ``outer * label_grads`` at ``columns`` to the head's gradients. Deterministic."""
     if weight is None and bias is None:
         return
-    columns, order = columns.flatten().sort(stable=True)  # nothing waits for the device
-    n, (C, H) = columns.shape[0], h.shape
+    columns, order = columns.sort(stable=True)  # nothing waits for the device
+    C, H = h.shape
     block_c, block_h = archs.LABEL_GRAD_BLOCK
     block_h = min(power_of_2(H), block_h)
     launch_grid(
         label_grad_kernel,
-        (n, 1 if weight is None else -(-H // block_h)),
+        (C, 1 if weight is None else -(-H // block_h)),
         hidden=h,
         columns=columns,
         order=order,
         label_grads=label_grads,
         d_weight=weight,
         d_bias=bias,
-        n=n,
         C=C,
         H=H,
         V=V,
         stride_hn=h.stride(0),
-        stride_row=C,
         factor=outer,
         BLOCK_C=block_c,
         BLOCK_H=block_h,
@@ -150,6 +146,6 @@ def compile_for_sums(
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    none = zeros(1, 1, dtype=of_columns) - 1  # no column: nothing is added
+    none = zeros(1, dtype=of_columns) - 1  # no column: nothing is added
     bias = zeros(1) if biased else None
-    add_label_grads(zeros(1, H), bias, none, zeros(1, 1), zeros(1, H, dtype=dtype), V, 1.0)
+    add_label_grads(zeros(1, H), bias, none, zeros(1), zeros(1, H, dtype=dtype), V, 1.0)

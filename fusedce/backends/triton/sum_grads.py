@@ -188,7 +188,7 @@ class _Chunks(Head):
         factors = None if self.store_probs and self.loss_slopes is None else self.factors[:C]
         self._merge(h, y, first, factors, best)
         g, alpha = self.exps[:C, :V], outer / self.grad_scale
-        columns, label_grads, rows = y[None], self.label_grads[None, :C], self.packed.rows
+        label_grads, rows = self.label_grads[:C], self.packed.rows
         if grads.hidden is not None:
             step = self.rows_of_hidden
             for begin in range(0, C, step):
@@ -196,7 +196,7 @@ class _Chunks(Head):
                 products = self.products.as_strided((len(some), H), (H, 1))
                 self.multiply(some, self.weight, out=products)
                 self.finish_hidden(
-                    products, columns, label_grads, factors, rows, grads.hidden, begin, first, outer
+                    products, y, label_grads, factors, rows, grads.hidden, begin, first, outer
                 )  # fmt: skip
         if grads.bias is not None:
             add_to_bias(grads.bias, g, factors, alpha, self.products)
@@ -208,7 +208,7 @@ class _Chunks(Head):
             add_product(
                 grads.weight, g.t(), scaled, alpha, largest, first=first == 0, scratch=self.products
             )
-        add_label_grads(grads.weight, grads.bias, columns, label_grads, h, V, outer)
+        add_label_grads(grads.weight, grads.bias, y, label_grads, h, V, outer)
         if grads.weight is not None and grads.weight.element_size() == 2:
             compile_for_sums(h.device, h.dtype, y.dtype, V, H, grads.bias is not None)
 

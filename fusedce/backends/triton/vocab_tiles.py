@@ -65,10 +65,10 @@ def token_grads(
             dh = grads.hidden if every_row else torch.empty_like(walk.h, dtype=torch.float32)
             dh.zero_()
         walk.add_tiles(grads, dh, plan.tokens, plan.classes)
-        columns, at = walk.own_label_grads(upstream)
+        y, at = walk.own_label_grads(upstream)
         if grads.hidden is not None and dh is not None:
-            walk.finish_hidden(dh, columns, at, walk.factors, rows, grads.hidden, 0, 0, 1.0)
-        add_label_grads(grads.weight, grads.bias, columns, at, walk.h, len(problem.weight), 1.0)
+            walk.finish_hidden(dh, y, at, walk.factors, rows, grads.hidden, 0, 0, 1.0)
+        add_label_grads(grads.weight, grads.bias, y, at, walk.h, len(problem.weight), 1.0)
         return grads.cast_out()
 
 
@@ -142,14 +142,14 @@ class _Walk(Head):
                 of_tile.copy_(d_weight)  # rounded once
 
     def own_label_grads(self, upstream: LogitGrad) -> tuple[Tensor, Tensor]:
-        """Columns and values ``(1, n)`` of the entries of the labels."""
+        """Labels ``(n,)`` and the values of their entries."""
         y = self.of_rows["labels"]
         assert y is not None
         own = self.label_grads if self.factors is None else self.label_grads * self.factors
         if upstream.classes is not None and upstream.at_classes is not None:
             classes, at = (x[self.chosen] for x in (upstream.classes, upstream.at_classes))
             own = own + at.masked_fill(classes != y[:, None], 0).sum(1).float()
-        return y[None], own[None]
+        return y, own
 
     def _gradient(
         self, products: Tensor, stored: Tensor, rows: slice, begin: int, end: int
