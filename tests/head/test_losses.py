@@ -278,4 +278,4 @@ def test_class_weights_in_bfloat16_of_logits_whose_gradient_is_read(autocast):
             z.register_hook(lambda g: g * 2)
             rows(z, tokens(3, 7, seed=1), weight=weight).backward()
         found.append(model[1].weight.grad.float())
-    assert (found[1] - found[0]).norm() <= 2 * 2**-7 * found[0].norm()  # both are rounded
+    assert (found[1] - found[0]).norm() <= 3 * 2**-8 * found[0].norm()  # both are rounded

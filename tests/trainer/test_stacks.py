@@ -24,9 +24,9 @@ LENGTHS = {
 }
 # Bounds: as many roundings as a sum of the gradients of a few dozen tokens has.
 PRECISIONS = {
-    "float32": (torch.float32, 5e-6),
-    "bfloat16": (torch.bfloat16, 4 * 2**-8),
-    "float16": (torch.float16, 4 * 2**-11),
+    "float32": (torch.float32, 1e-6),
+    "bfloat16": (torch.bfloat16, 3 * 2**-8),
+    "float16": (torch.float16, 3 * 2**-11),
 }
 
 
