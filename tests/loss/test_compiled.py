@@ -151,6 +151,6 @@ def test_a_trace_keeps_no_value_of_its_example(name, trace):
         return fused_logprobs(h, weight, y, temperature=h[:, 0].exp()).logprob.sum()
 
     example = hidden, labels
-    traced = trace(function, example) if trace is torch.jit.trace else trace(function)(*example)
+    traced = trace(function)(*example) if trace is make_fx else trace(function, example)
     others = hidden.flip(0), labels.clone().index_fill_(0, torch.tensor([1, 2]), -100)
     torch.testing.assert_close(traced(*others), function(*others))
