@@ -21,12 +21,15 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["hidden", "columns", "order", "label_grads", "C", "stride_hn"])
+@triton.jit(
+    do_not_specialize=["hidden", "columns", "order", "label_grads", "rows", "C", "stride_hn"]
+)
 def label_grad_kernel(
-    hidden,  # (C, H)
+    hidden,  # (N, H)
     columns,  # (C,) int, sorted
-    order,  # (C,) int64: the row of each
-    label_grads,  # (C,) fp32
+    order,  # (C,) int64: the entry of each
+    label_grads,  # (C,) fp32: the entries
+    rows,  # (N,) int32: the row of each entry, or None: entries are of all rows, in their order
     d_weight,  # (V, H) to add to, or None
     d_bias,  # (V,) fp32 to add to, or None
     C,
@@ -56,10 +59,12 @@ def label_grad_kernel(
         offs_c = start + tl.arange(0, BLOCK_C)
         mask_c = offs_c < C
         mask_c &= tl.load(columns + offs_c, mask=mask_c, other=0) == column
-        rows = tl.load(order + offs_c, mask=mask_c, other=0)
-        entry = tl.load(label_grads + rows, mask=mask_c, other=0.0)
+        at = tl.load(order + offs_c, mask=mask_c, other=0)
+        entry = tl.load(label_grads + at, mask=mask_c, other=0.0)
         if d_weight is not None:
-            at = hidden + rows[:, None] * stride_hn + offs_h[None, :]
+            if rows is not None:
+                at = tl.load(rows + at, mask=mask_c, other=0).to(tl.int64)
+            at = hidden + at[:, None] * stride_hn + offs_h[None, :]
             h = tl.load(at, mask=mask_c[:, None] & mask_h[None, :], other=0.0).to(tl.float32)
             of_weight += tl.sum(entry[:, None] * h, axis=0)
         of_bias += tl.sum(entry, axis=0)

@@ -29,12 +29,15 @@ def saved_grad_dtypes(problem: Problem) -> Dtypes:
     """Dtypes in which the gradients of a sum wait for their upstream factor.
 
     In float32 they are rounded once, whatever factor arrives. The weight's waits in its own dtype,
-    to save memory: a factor that was not expected costs it a second rounding. For float16 it waits
-    in float32, since the gradient of a sum can overflow float16 where that of a mean does not.
+    to save memory: a factor that was not expected costs it a second rounding. So does that of
+    hidden on a GPU where a memory budget was given. For float16 both wait in float32, since the
+    gradient of a sum can overflow float16 where that of a mean does not.
     """
     dtype = problem.hidden.dtype
-    acc = torch.float64 if dtype == torch.float64 else torch.float32
-    return Dtypes(acc, acc if dtype == torch.float16 else dtype, acc)
+    acc = acc_dtype(dtype)
+    own = acc if dtype == torch.float16 else dtype
+    limited = problem.memory_budget is not None and problem.by_triton()
+    return Dtypes(own if limited else acc, own, acc)
 
 
 def sizes_of(
@@ -58,6 +61,7 @@ def sizes_of(
         element,
         element if logit is None else logit,
         wide_weight=dtypes is not None and dtypes.weight != problem.weight.dtype,
+        wide_hidden=dtypes is None or dtypes.hidden != problem.hidden.dtype,
         hidden=wanted.hidden,
         weight=wanted.weight,
         bias=wanted.bias,
@@ -150,8 +154,8 @@ class Summed(NamedTuple):
 class Gradients:
     """Gradients of hidden, weight and bias; ``None`` where not wanted.
 
-    The weight's is summed in float32 (float64) over the chunks. With a single chunk, one product
-    makes that sum, so the buffer has the final dtype.
+    The weight's is summed over the chunks in float32 (float64), or in its final dtype if there is
+    but one chunk, or if the plan says so.
     """
 
     def __init__(
@@ -163,6 +167,7 @@ class Gradients:
         chunks: int,  # 0: all gradients are 0
         every_row: bool = False,  # every row of hidden will be written
         by_tiles: bool = False,  # the weight's rows are written once, and hidden's added up
+        wide: bool = True,  # sum the weight's gradient of several chunks in float32
     ) -> None:
         hidden, weight, bias = problem.hidden, problem.weight, problem.bias
         device = self.device = hidden.device
@@ -174,7 +179,7 @@ class Gradients:
             dtype = acc if by_tiles else dtypes.hidden
             self.hidden = fill(hidden.shape, dtype=dtype, device=device)
         if wanted.weight:
-            dtype = dtypes.weight if by_tiles or chunks == 1 else acc
+            dtype = acc if wide and chunks > 1 and not by_tiles else dtypes.weight
             fill = torch.empty if chunks else torch.zeros
             self.weight = fill(weight.shape, dtype=dtype, device=device)
         if wanted.bias and bias is not None:

@@ -1,18 +1,27 @@
 """Choose the way a loss is computed within a memory budget, by the bytes that each way holds.
 
-Three ways, each slower than the one before it where both fit:
+Four ways, each slower than the one before it where both fit:
 
 =============  =================  ==============================================================
 way            products of V*H    what grows
 =============  =================  ==============================================================
 one chunk      3                  the logits of all tokens
+few chunks     3                  the logits of a chunk, at least a quarter of all
 chunks         3                  the logits of a chunk, and float32 sums of the weight gradient
 tiles          4                  the logits of a block of tokens for a tile of the vocabulary
 =============  =================  ==============================================================
 
-With tiles the log-sum-exp is known from a pass of its own, so a tile's rows of the weight gradient
-are complete at once and are rounded once. A student beside a teacher never takes tiles, which would
-need eight products for some divergences.
+Few chunks (on a GPU, at most `FEW`) add their weight gradients in that gradient's own dtype: a
+product's epilogue adds in float32 and rounds, so each chunk rounds the sum once. That is how
+``.grad`` sums micro-batches, and needs no memory. Four such roundings err less than eager code
+does (docs/accuracy.md); more would not, so beyond that the sum is held in float32.
+
+With tiles the log-sum-exp is known from a pass of its own, the fourth product. A student beside a
+teacher never takes tiles, which would need eight products for some divergences.
+
+By default a GPU holds the logits of `LEAST_TOKENS` tokens or of a quarter of the call, whichever is
+more: full logits do not exist, and few chunks cost 1 to 5% of the time of one (measured on an
+H200; docs/benchmarks.md).
 
 Both backends and all predictions use this module, which does not import torch. Bytes are counted
 beyond the inputs and the gradients in the inputs' dtype.
@@ -31,6 +40,9 @@ DEVICE_BUDGET = 1024 * MiB
 LARGE_DEVICE_BUDGET, LARGE_DEVICE = 2048 * MiB, 40 * 10**9
 # More tokens do not make the GEMMs any faster, and a row has buffers of its own.
 _DEVICE_TOKENS = 8192
+FEW = 4  # chunks whose weight gradients may be added in that gradient's own dtype
+LEAST_TOKENS = 2048  # of a GPU's chunk by default: products of fewer tokens are slower
+LEAST_TILE = 512  # classes of a tile of Triton's chunks: two blocks of the walk over them
 ROW_MULTIPLE = 64  # blocks of so many tokens give a token the same bits in every batch
 _LEAST_CLASSES = 64
 SCRATCH_CPU = 4 * MiB  # of MKL and oneDNN, and of the allocator (measured)
@@ -45,6 +57,7 @@ WALK_STEP = 64  # numbers of a row that the walk over the vocabulary loads at a 
 EXP_BLOCK_V = 2048  # vocabulary entries of a row that share one maximum in training
 EXP_GEMM_H = 2304  # hidden size up to which one GEMM makes the exponentials, on sm_100
 MAX_SPLITS = 128  # of the vocabulary, in the pass that finds the statistics
+ENTRY = 80  # bytes of a token's single entry, with those of its sorted copy
 
 
 class Limits(NamedTuple):
@@ -60,7 +73,7 @@ class Limits(NamedTuple):
 
 CPU = Limits(64, 16, 2**20, 1024, 1024, ROW_MULTIPLE)
 DEVICE = Limits(768, 128, 2**26, 8192, 8192, 2 * ROW_MULTIPLE)
-ONE_CHUNK, CHUNKS, TILES = STRATEGIES = ("one chunk", "chunks", "tiles")
+ONE_CHUNK, FEW_CHUNKS, CHUNKS, TILES = STRATEGIES = ("one chunk", "few chunks", "chunks", "tiles")
 
 
 class Sizes(NamedTuple):
@@ -73,6 +86,7 @@ class Sizes(NamedTuple):
     element: int  # bytes of an element of hidden and weight
     logit: int  # bytes a chunk holds of each logit
     wide_weight: bool = False  # the weight gradient waits for backward in float32
+    wide_hidden: bool = True  # so does that of hidden
     hidden: bool = True  # gradients that are wanted
     weight: bool = True
     bias: bool = False
@@ -108,8 +122,15 @@ class Sizes(NamedTuple):
 
     @property
     def accumulator(self) -> bool:
-        """Whether chunks need a sum of the weight gradient that is not the gradient itself."""
+        """Whether a float32 sum of the weight gradient would not be the gradient itself."""
         return self.weight and self.element < self.acc and not self.wide_weight
+
+    def way_of_chunks(self, C: int) -> str:
+        """Name of the way by chunks of ``C`` tokens."""
+        if self.n <= C:
+            return ONE_CHUNK
+        few = self.accumulator and not self.on_cpu and self.n <= FEW * C
+        return FEW_CHUNKS if few else CHUNKS
 
 
 class Plan(NamedTuple):
@@ -219,10 +240,28 @@ def _candidates(sizes: Sizes, classes: int) -> list[_Candidate]:
     # Where tiles are no choice, a small budget makes chunks of very few tokens.
     few = sizes.limits.least_tokens if sizes.teacher is None else step
     ranges = [range(n, n + 1)]
+    quarter = equal_parts(n, -(-n // FEW), step)
+    if quarter < n and sizes.way_of_chunks(quarter) == FEW_CHUNKS:
+        ranges.append(range(quarter, n, step))
+        most = min(most, quarter - step)  # more would be few
     if few < n and few <= most:
         ranges.append(range(few, most + 1, step))
     ways = [(chunked, tokens, T) for tokens in ranges for T in _halved(classes)]
-    return ways + (_tile_candidates(sizes, classes) if sizes.teacher is None else [])
+    if sizes.teacher is not None:
+        return ways
+    return ways + (_tiled_chunks(sizes) if sizes.triton else _tile_candidates(sizes, classes))
+
+
+def _tiled_chunks(sizes: Sizes) -> list[_Candidate]:
+    """Triton's sums by tiles: chunks of rows, of which only a tile of the classes exists."""
+    n, step = max(sizes.n, 1), sizes.limits.multiple
+    least = equal_parts(n, -(-n // FEW), step) if sizes.accumulator else min(n, LEAST_TOKENS)
+    tokens = range(least, max(least, min(n, _DEVICE_TOKENS)) + 1, step)
+    widths = [T for T in _halved(sizes.limits.tile_classes) if T >= LEAST_TILE]
+    ways = [(tiled_chunks, tokens, T) for T in widths]
+    if not sizes.accumulator and least > step:
+        ways.append((tiled_chunks, range(step, least, step), LEAST_TILE))
+    return ways
 
 
 def _tile_candidates(sizes: Sizes, classes: int) -> list[_Candidate]:
@@ -251,14 +290,25 @@ def device_budget(memory: int | None) -> int:
 def chunk_size(sizes: Sizes) -> int:
     """Tokens per chunk where no budget is given, at least 1.
 
-    One chunk needs no float32 accumulator of the weight gradient, ``4 * V * H`` bytes that every
-    chunk moves twice. So one chunk is both smaller and faster while its logits take no more bytes
-    than those of a usual chunk and the accumulator together.
+    The fewest bytes decide where the weight gradient needs a float32 sum: that takes ``4 * V * H``
+    bytes, which every chunk moves twice. A single chunk (on a GPU, few chunks) needs none, and so
+    is smaller and faster while its logits take no more bytes than those of a usual chunk and that
+    sum together.
     """
     n, most = sizes.n, _most_tokens(sizes)
-    if n <= most + (4 * sizes.H // sizes.logit if sizes.accumulator else 0):
+    more = 4 * sizes.H // sizes.logit if sizes.accumulator else 0
+    if sizes.on_cpu:
+        return max(n, 1) if n <= most + more else min(_parts(sizes, most), most)
+    wanted = max(-(-n // FEW), LEAST_TOKENS)
+    if n <= wanted <= most + more:
         return max(n, 1)
-    return min(equal_parts(n, most, sizes.limits.multiple), most)
+    wanted = _parts(sizes, wanted)
+    return wanted if wanted <= most + more else min(_parts(sizes, most), most)
+
+
+def _parts(sizes: Sizes, most: int) -> int:
+    """Tokens of the fewest equal chunks of at most ``most`` each, rounded up for the GEMMs."""
+    return equal_parts(sizes.n, most, sizes.limits.multiple)
 
 
 def _most_tokens(sizes: Sizes) -> int:
@@ -313,15 +363,15 @@ def chunked(sizes: Sizes, C: int, T: int) -> Plan:
     """The way by chunks of ``C`` tokens, on the torch backend by tiles of ``T`` classes."""
     n, V, H, acc = sizes.n, sizes.V, sizes.H, sizes.acc
     T, narrow = min(T, V), sizes.element < acc
-    name, C = (ONE_CHUNK, max(n, 1)) if n <= C else (CHUNKS, C)
+    name, C = sizes.way_of_chunks(C), min(C, max(n, 1))
     width = multiple_of_16(V) if sizes.triton else V
     held = {"logits of a chunk": C * width * sizes.logit * (2 if sizes.teacher else 1)}
     if sizes.triton:
         # Products of a tile of the logits, and of rows of d_hidden, share a buffer.
         tile = 0 if sizes.gemm_block else min(tile_products(H) + 16 * C, C * width)
         held["tile of products"] = 4 * max(tile, min(max(TILE_ELEMENTS[0], 128 * H), C * H))
-        # Single entries and their sorted copies take 80 bytes a token.
-        held["statistics and entries"] = C * (8 * -(-V // (sizes.gemm_block or EXP_BLOCK_V)) + 84)
+        blocks = -(-V // (sizes.gemm_block or EXP_BLOCK_V))
+        held["statistics and entries"] = C * (8 * blocks + 4) + n * ENTRY
         if sizes.weight and narrow:
             held["scaled hidden states"] = C * H * sizes.element
     else:
@@ -337,6 +387,23 @@ def chunked(sizes: Sizes, C: int, T: int) -> Plan:
         else:
             held["tiles of divergences"] = 4 * C * compared_classes(sizes, C, T) * acc
     return _plan(sizes, name, C, V if sizes.triton else T, held)
+
+
+def tiled_chunks(sizes: Sizes, C: int, T: int) -> Plan:
+    """Triton's way by chunks of ``C`` tokens, of whose logits a tile of ``T`` classes exists."""
+    n, V, H, acc = sizes.n, sizes.V, sizes.H, sizes.acc
+    C, T = min(C, max(n, 1)), min(T, V)
+    width = multiple_of_16(T)
+    held = {
+        "exponentials of a tile": C * width * sizes.logit,
+        "tile of products": 4 * max(
+            0 if sizes.gemm_block else min(tile_products(H), C * width), min(C, 128) * H
+        ),
+        "d_hidden of a chunk": C * H * acc if sizes.hidden else 0,
+        "scaled hidden states": C * H * sizes.element if sizes.weight else 0,
+        "statistics and entries": C * (8 * min(-(-V // 64), MAX_SPLITS) + 100) + n * ENTRY,
+    }  # fmt: skip
+    return _plan(sizes, TILES, C, T, held)
 
 
 def tile_products(H: int, elements: tuple[int, int] = TILE_ELEMENTS) -> int:
@@ -371,9 +438,10 @@ def by_tiles(sizes: Sizes, R: int, T: int) -> Plan:
 def _plan(sizes: Sizes, name: str, tokens: int, classes: int, held: dict[str, int]) -> Plan:
     """A way that holds ``held``, and what every way holds."""
     N, H, acc, narrow = sizes.N, sizes.H, sizes.acc, sizes.element < sizes.acc
+    wide_hidden = sizes.wide_hidden or not sizes.triton
     waiting, gathered = sizes.weight and sizes.wide_weight, sizes.triton and sizes.n < N
     held |= {
-        "d_hidden in float32": N * H * acc if sizes.hidden and narrow else 0,
+        "d_hidden in float32": N * H * acc if sizes.hidden and narrow and wide_hidden else 0,
         "d_weight waiting in float32": sizes.V * H * acc if waiting else 0,
         "hidden states gathered": sizes.n * H * sizes.element if gathered else 0,
         "positions": 24 * N,

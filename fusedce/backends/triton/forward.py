@@ -69,7 +69,12 @@ def loss(
 
 
 def token_stats(
-    problem: Problem, wanted: Outputs, argmax: Tensor | None, kept: Tensor | None = None
+    problem: Problem,
+    wanted: Outputs,
+    argmax: Tensor | None,
+    kept: Tensor | None = None,
+    *,
+    every_row: bool = False,  # all rows are known to count: TMA reads them one after another
 ) -> Stats:
     """Statistics in one pass over the logits, which stay in registers; never waits for the GPU."""
     assert kept is None
@@ -77,7 +82,12 @@ def token_stats(
     problem = problem.replace(labels=problem.labels.contiguous())
     N, device = len(problem.hidden), problem.hidden.device
     walks = archs.architecture(device).walks(problem.hidden.element_size())
-    blocks = walks.stats_with_options if has_options(problem) or wanted.zmean else walks.stats
+    if has_options(problem) or wanted.zmean:
+        blocks = walks.stats_with_options
+    elif wanted.entropy or argmax is not None:
+        blocks = walks.stats
+    else:  # the registers of a loss
+        blocks = walks.forward
     _, splits = vocabulary_splits(len(problem.weight), blocks)
 
     def zeros(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -111,7 +121,7 @@ def token_stats(
                 STATISTICS,
                 class_weight=row(problem.class_weight) if wanted.zmean else None,
                 temperature=row(problem.temperature),
-                rows=packed.rows,
+                rows=None if every_row else packed.rows,
                 count=packed.used,
                 z_label=z_labels,
                 **partials,

@@ -1,8 +1,8 @@
 """Host side of the gradients of a head: finish products, and add the labels' entries to them.
 
-:mod:`fusedce.kernels.input_grads` adds the entries to the product. In a buffer of two bytes (with a
-single chunk) the product is rounded before that. If hidden states share a mean, product and entries
-nearly cancel in a row, so its error is up to 2.3 roundings.
+:mod:`fusedce.kernels.input_grads` adds the entries to the product. In a buffer of two bytes the
+product is rounded before that. If hidden states share a mean, product and entries nearly cancel in
+a row, so its error is up to 2.3 roundings.
 """
 
 from __future__ import annotations
@@ -97,15 +97,16 @@ def add_label_grads(
     bias: Tensor | None,  # (V,)
     columns: Tensor,  # (C,) int; entries out of [0, V) are left out
     label_grads: Tensor,  # (C,) fp32
-    h: Tensor,  # (C, H)
+    h: Tensor,  # (N, H)
     V: int,
     outer: float,  # a factor
+    rows: Tensor | None = None,  # (N,) int32: the row of h of each entry; None: that of its number
 ) -> None:
     """Add ``outer * label_grads`` at ``columns`` to the head's gradients. Deterministic."""
     if weight is None and bias is None:
         return
     columns, order = columns.sort(stable=True)  # nothing waits for the device
-    C, H = h.shape
+    C, H = len(columns), h.shape[1]
     block_c, block_h = archs.LABEL_GRAD_BLOCK
     block_h = min(power_of_2(H), block_h)
     launch_grid(
@@ -115,6 +116,7 @@ def add_label_grads(
         columns=columns,
         order=order,
         label_grads=label_grads,
+        rows=rows,
         d_weight=weight,
         d_bias=bias,
         C=C,
@@ -148,4 +150,5 @@ def compile_for_sums(
 
     none = zeros(1, dtype=of_columns) - 1  # no column: nothing is added
     bias = zeros(1) if biased else None
-    add_label_grads(zeros(1, H), bias, none, zeros(1), zeros(1, H, dtype=dtype), V, 1.0)
+    h, rows = zeros(1, H, dtype=dtype), zeros(1, dtype=torch.int32)
+    add_label_grads(zeros(1, H), bias, none, zeros(1), h, V, 1.0, rows)

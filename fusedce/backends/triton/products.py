@@ -60,8 +60,8 @@ def scaled_by(h: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor | None]
     if h.dtype == torch.float16:
         largest = factors.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)
         factors = factors / largest
-    h = (h.float() * factors[:, None]).to(h.dtype)
-    return h, largest
+    # (computed in float32 and rounded into `out`, without a copy in float32)
+    return torch.mul(h, factors[:, None], out=torch.empty_like(h)), largest
 
 
 def add_product(

@@ -2,9 +2,15 @@
 
 A chunk holds its exponentials in the inputs' dtype. They are made by products of cuBLAS with a
 kernel after each, float32 logits existing for one tile of the vocabulary at a time, or by one
-product of ours with an epilogue; the architecture's row decides. The number of valid tokens is read
-once, since the host sets the sizes of cuBLAS's products; inside a CUDA graph, which nothing may
-wait for, all rows are computed.
+product of ours with an epilogue; the architecture's row decides.
+
+Where the plan has no room for a chunk's exponentials, they exist for one tile of the vocabulary.
+The rows' log-sum-exps then come from a pass of their own, a fourth product: exponentials relative
+to them are probabilities up to a power of two, and the rows' factors are known before the first
+tile.
+
+The number of valid tokens is read once, since the host sets the sizes of cuBLAS's products; inside
+a CUDA graph, which nothing may wait for, all rows are computed.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, Summed, saved_grad_dtypes, sizes_of
-from fusedce.backends.plan import TILES, choose_plan, multiple_of_16
+from fusedce.backends.plan import FEW_CHUNKS, TILES, choose_plan, multiple_of_16
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.forward import token_stats
 from fusedce.backends.triton.head_gradients import (
@@ -32,16 +38,16 @@ from fusedce.backends.triton.launch import (
     has_options,
     has_whole_steps,
     launch_grid,
+    padded,
     power_of_2,
     raise_on_cpu,
     walk,
 )
 from fusedce.backends.triton.products import add_product, product, scaled_by
-from fusedce.backends.triton.vocab_tiles import token_grads
-from fusedce.backends.upstream import loss_in_two_passes
 from fusedce.contract.objective import slopes, token_losses
-from fusedce.contract.problem import Outputs, Problem
+from fusedce.contract.problem import Outputs, Problem, Projection
 from fusedce.kernels.softmax_grad import exp_tile_kernel, label_logit_kernel, softmax_rows_kernel
+from fusedce.kernels.tile import LOG2E
 from fusedce.kernels.walk import EXPONENTIALS
 
 
@@ -62,14 +68,12 @@ def loss_and_grads(problem: Problem, wanted: Outputs, argmax: Tensor | None) -> 
             chunk_tokens=problem.chunk_tokens,
             memory_budget=problem.memory_budget,
         )
-        if plan.name == TILES:
-            passes = token_stats, token_grads
-            return loss_in_two_passes(*passes, problem, wanted, argmax)
         C, graph = min(plan.tokens, n), capturing(device)
         every_row = n == N and not graph
         grads = Gradients(
-            problem, wanted, dtypes=dtypes, chunks=-(-n // C) if n else 0, every_row=every_row
-        )
+            problem, wanted, dtypes=dtypes, chunks=-(-n // C) if n else 0, every_row=every_row,
+            wide=plan.name not in (FEW_CHUNKS, TILES),
+        )  # fmt: skip
         if argmax is not None and not every_row:
             argmax.fill_(-1)
         if n == 0:
@@ -78,14 +82,19 @@ def loss_and_grads(problem: Problem, wanted: Outputs, argmax: Tensor | None) -> 
         # Inside a graph ignored rows take part, as zeros.
         padding = torch.arange(n, device=device) >= packed.used if graph else None
         labels = labels[used]
-        chunks = _Chunks(problem.rows(used), labels, packed, C, wanted, gemm, argmax, outer)
+        made = _Chunks if plan.name != TILES else _TiledChunks
+        chunks = made(
+            problem.rows(used), labels, packed, C, plan.classes, wanted, gemm, argmax, outer,
+            padding,
+        )  # fmt: skip
         for first in range(0, n, C):
             some = slice(first, min(first + C, n))
             h = hidden[some] if isinstance(used, slice) else hidden[used[some]]  # (C, H)
             if padding is not None:
                 h = h.masked_fill(padding[some, None], 0)
             chunks.add(h, labels[some], first, grads)
-        return Summed(chunks.total(padding), packed.n_valid, factor, *grads.cast_out())
+        chunks.add_labels(hidden, grads)
+        return Summed(chunks.total(), packed.n_valid, factor, *grads.cast_out())
 
 
 def rows_and_factor(problem: Problem, packed: Rows) -> tuple[int, float, Tensor]:
@@ -130,39 +139,41 @@ class _Chunks(Head):
         labels: Tensor,  # (n,) of those rows
         packed: Rows,
         C: int,
+        T: int,  # classes of the exponentials that exist at a time
         wanted: Outputs,
         gemm: archs.Blocks | None,
         argmax: Tensor | None,  # (N,) int64 to fill at `packed.rows`
         outer: float,  # a factor of the gradients
+        padding: Tensor | None,  # (n,) bool: rows that do not count
     ) -> None:
         super().__init__(problem)
         weight, dtype, device = self.weight, self.weight.dtype, self.weight.device
         (V, H), n = weight.shape, len(labels)
         self.problem, self.packed, self.argmax, self.outer = problem, packed, argmax, outer
+        self.labels, self.padding = labels, padding
         self.gemm, self.multiply = gemm, product(device, dtype)
         # At least the 16 that rows are padded to.
-        block = min(max(power_of_2(V), 16), self.arch.exp_block_v)
+        block = min(max(power_of_2(T), 16), self.arch.exp_block_v)
         self.block = block if gemm is None else gemm.BLOCK_V
-        self.blocks = -(-V // self.block)
-        # Products of a tile of the logits, and of rows of d_hidden, share a buffer.
+        self.blocks = -(-T // self.block)
         processors = archs.processors(device)
-        self.tile = self.arch.tile_shape(C, V, H, self.block, processors)
-        self.rows_of_hidden = self.arch.rows_of_hidden(C, H, processors)
+        self.tile = self.arch.tile_shape(C, T, H, self.block, processors)
         of_tile = self.tile[0] * multiple_of_16(self.tile[1]) if gemm is None else 0
+        self.rows_of_hidden = self._rows_of_hidden(C, H, processors)
+        # Products of a tile of the logits, and of rows of d_hidden, share a buffer.
         size = max(of_tile, min(self.rows_of_hidden, C) * H)
         self.products = torch.empty(size, dtype=torch.float32, device=device)
         # Rows start at multiples of what the kernels and the products that read them move at once.
-        self.exps = torch.empty(C, multiple_of_16(V), dtype=dtype, device=device)
+        self.exps = torch.empty(C, multiple_of_16(T), dtype=dtype, device=device)
         # Every block has a reference of its own then, not the labels' logits.
         self.store_probs = dtype == torch.float16
-        sizes = (self.blocks * C, self.blocks * C, C, C, C)
+        sizes = (self.blocks * C, self.blocks * C, C, C)
         of_rows = torch.empty(sum(sizes), dtype=torch.float32, device=device)
-        self.maxima, self.sums, *rest = of_rows.split_with_sizes(sizes)
-        self.z_label, self.label_grads, self.factors = rest
+        self.maxima, self.sums, self.z_label, self.factors = of_rows.split_with_sizes(sizes)
         self.scaled = None
         if wanted.weight and not self.store_probs:
             self.scaled = torch.empty(C, H, dtype=dtype, device=device)
-        self.losses = torch.empty(n, dtype=torch.float32, device=device)
+        self.losses, self.label_grads = torch.empty(2, n, dtype=torch.float32, device=device)
         self.loss_slopes = self.lse = None
         if not problem.is_plain_ce():
             self.y = labels.long().clamp(0, V - 1)
@@ -172,6 +183,10 @@ class _Chunks(Head):
             by = at_0.nll, at_0.lse, at_1.lse - at_0.lse  # nll, lse, and of the latter by lse
             self.loss_slopes = torch.stack([zero + x for x in by]).float()  # (3, n)
 
+    def _rows_of_hidden(self, C: int, H: int, processors: int) -> int:
+        """Rows of d_hidden whose float32 products exist at a time."""
+        return self.arch.rows_of_hidden(C, H, processors)
+
     def add(
         self,
         h: Tensor,  # (C, H)
@@ -179,25 +194,23 @@ class _Chunks(Head):
         first: int,  # number of the chunk's first row
         grads: Gradients,
     ) -> None:
-        """Compute the chunk's losses, and add its gradients to ``grads``."""
+        """Compute the chunk's losses, and add its gradients to ``grads``, but for the labels'."""
         (V, H), C, outer = self.weight.shape, len(h), self.outer
         best = None if self.argmax is None else torch.empty_like(self.sums, dtype=torch.int32)
-        self._exponentials(h, y, best)
+        self._label_logits(h, y)
+        self._exponentials(h, y, self.weight, None if self.store_probs else self.z_label, best)
         # `grad_scale` times the derivative by the products is now `factors * exps`; at the labels
         # `label_grads` more, without `grad_scale`.
         factors = None if self.store_probs and self.loss_slopes is None else self.factors[:C]
         self._merge(h, y, first, factors, best)
         g, alpha = self.exps[:C, :V], outer / self.grad_scale
-        label_grads, rows = self.label_grads[:C], self.packed.rows
         if grads.hidden is not None:
             step = self.rows_of_hidden
             for begin in range(0, C, step):
                 some = g[begin : begin + step]
                 products = self.products.as_strided((len(some), H), (H, 1))
                 self.multiply(some, self.weight, out=products)
-                self.finish_hidden(
-                    products, y, label_grads, factors, rows, grads.hidden, begin, first, outer
-                )  # fmt: skip
+                self._finish_hidden(products, y, factors, grads.hidden, begin, first)
         if grads.bias is not None:
             add_to_bias(grads.bias, g, factors, alpha, self.products)
         if grads.weight is not None:
@@ -208,25 +221,42 @@ class _Chunks(Head):
             add_product(
                 grads.weight, g.t(), scaled, alpha, largest, first=first == 0, scratch=self.products
             )
-        add_label_grads(grads.weight, grads.bias, y, label_grads, h, V, outer)
-        if grads.weight is not None and grads.weight.element_size() == 2:
-            compile_for_sums(h.device, h.dtype, y.dtype, V, H, grads.bias is not None)
 
-    def total(self, padding: Tensor | None) -> Tensor:
-        """``()`` fp32 sum of the losses; of rows that are ``padding (n,)`` they are 0."""
+    def add_labels(self, hidden: Tensor, grads: Gradients) -> None:
+        """Add the labels' entries of all chunks to the head's gradients, which rounds them once.
+
+        Chunk by chunk, each would be rounded again with every later one.
+        """
+        V, H = self.weight.shape
+        # Rows that do not count may hold anything.
+        y = self.labels if self.padding is None else self.labels.masked_fill(self.padding, -1)
+        add_label_grads(
+            grads.weight, grads.bias, y, self.label_grads, hidden, V, self.outer, self.packed.rows
+        )
+        if grads.weight is not None and grads.weight.element_size() == 2:
+            compile_for_sums(hidden.device, hidden.dtype, y.dtype, V, H, grads.bias is not None)
+
+    def total(self) -> Tensor:
+        """``()`` fp32 sum of the losses; of rows that are padding they are 0."""
         losses = self.losses
         if self.lse is not None:
             nll, lse = losses.double(), self.lse.double()
             losses = token_losses(self.problem, self.y, nll, lse).float()
-            losses = losses if padding is None else losses.masked_fill_(padding, 0)
+            losses = losses if self.padding is None else losses.masked_fill(self.padding, 0)
         return losses.sum(dtype=torch.float64).float()
 
-    def _exponentials(self, h: Tensor, y: Tensor, best: Tensor | None) -> None:
-        """Fill the exponentials and their statistics, and ``best (blocks * C,)`` int32.
+    def _finish_hidden(
+        self, products: Tensor, y: Tensor, factors: Tensor | None, d_hidden: Tensor, begin: int,
+        first: int,
+    ) -> None:  # fmt: skip
+        entries = self.label_grads[first:]
+        self.finish_hidden(
+            products, y, entries, factors, self.packed.rows, d_hidden, begin, first, self.outer
+        )
 
-        They are relative to the labels' logits, which are computed first: NaN for a bad label.
-        """
-        (V, H), C, block = self.weight.shape, len(h), self.block
+    def _label_logits(self, h: Tensor, y: Tensor) -> None:
+        """Fill the labels' logits; NaN for a bad label."""
+        (V, H), C = self.weight.shape, len(h)
         block_c, block_h = archs.LABEL_LOGIT_BLOCK
         launch_grid(
             label_logit_kernel,
@@ -245,23 +275,37 @@ class _Chunks(Head):
             num_warps=4,
             **self.pointwise,
         )
+
+    def _exponentials(
+        self,
+        h: Tensor,  # (C, H)
+        y: Tensor,  # (C,) labels, counted from the first row of weight
+        weight: Tensor,  # (T, H) the head, or a tile of it
+        reference: Tensor | None,  # (C,) fp32 logits; None: every block has one of its own
+        best: Tensor | None = None,  # (blocks * C,) int32 to fill
+        bias: Tensor | None = None,  # (T,) of a tile
+    ) -> None:
+        """Fill the exponentials and their statistics."""
+        T, C, block = len(weight), len(h), self.block
         shared: dict[str, Any] = self.pointwise | {
             "exps": self.exps,
             "labels": y,
-            "z_label": None if self.store_probs else self.z_label,
+            "z_label": reference,
             "maxima": self.maxima,
             "sums": self.sums,
             "best": best,
             "stride_ec": self.exps.stride(0),
             "GRAD_SCALE": self.grad_scale,
         }
+        if bias is not None:
+            shared["bias"] = bias
         if self.gemm is not None:
-            problem, width = self.problem.replace(hidden=h, weight=self.weight), self.exps.shape[1]
+            problem, width = self.problem.replace(hidden=h, weight=weight), multiple_of_16(T)
             walk(problem, self.gemm, EXPONENTIALS, stride_split=C, width=width, **shared)
             return
         most_rows, most = self.tile
-        for begin in range(0, V, most):
-            w = self.weight[begin : begin + most]
+        for begin in range(0, T, most):
+            w = weight[begin : begin + most]
             for first in range(0, C, most_rows):
                 some = h[first : first + most_rows]
                 shape = len(some), len(w)
@@ -274,7 +318,7 @@ class _Chunks(Head):
                     first=first,
                     first_block=begin // block,
                     most=most,
-                    V=V,
+                    V=T,
                     stride_block=C,
                     BLOCK_V=block,
                     num_warps=archs.ROW_WARPS,
@@ -299,7 +343,7 @@ class _Chunks(Head):
             sums=self.sums,
             z_label=self.z_label,
             losses=self.losses[some],
-            label_grads=self.label_grads,
+            label_grads=self.label_grads[first:],
             count=self.packed.used,
             loss_slopes=loss_slopes,
             lse=None if self.lse is None else self.lse[some],
@@ -323,3 +367,82 @@ class _Chunks(Head):
             BLOCK_H=min(power_of_2(H), 1024),
             num_warps=archs.ROW_WARPS,
         )
+
+
+# log2(e) as the kernels' float32 has it.
+_LOG2E = float(LOG2E.value)
+
+
+class _TiledChunks(_Chunks):
+    """Chunks of tokens of whose exponentials a tile of the vocabulary exists at a time."""
+
+    def _rows_of_hidden(self, C: int, H: int, processors: int) -> int:
+        """The tiles' parts of d_hidden are added up elsewhere; what is left are small products."""
+        return min(C, 128)
+
+    def add(self, h: Tensor, y: Tensor, first: int, grads: Gradients) -> None:
+        """Compute the chunk's losses, and add its gradients to ``grads``, but for the labels'."""
+        (V, H), C, T = self.weight.shape, len(h), self.exps.shape[1]
+        lse = self._statistics(h, y, first)
+        alpha = self.outer / self.grad_scale
+        factors = self.factors[:C]
+        total = scaled = largest = None
+        if grads.hidden is not None:
+            total = torch.empty(C, H, dtype=torch.float32, device=h.device)
+        if self.scaled is not None:  # computed in float32, and rounded once
+            scaled = torch.mul(h, factors[:, None], out=self.scaled[:C])
+        elif grads.weight is not None:
+            scaled, largest = scaled_by(h, factors)
+        for begin in range(0, V, T):
+            w = self.weight[begin : begin + T]
+            tile = slice(begin, begin + len(w))
+            bias = self.pointwise["bias"]
+            self._exponentials(
+                h, y - begin, w, lse, bias=None if bias is None else padded(bias[tile])
+            )
+            g = self.exps[:C, : len(w)]
+            if total is not None:
+                add_product(total, g, w, first=begin == 0, scratch=self.products)
+            if grads.bias is not None:
+                add_to_bias(grads.bias[tile], g, factors, alpha, self.products)
+            if grads.weight is not None and scaled is not None:
+                add_product(
+                    grads.weight[tile], g.t(), scaled, alpha, largest, first=first == 0,
+                    scratch=self.products,
+                )  # fmt: skip
+        if total is not None and grads.hidden is not None:
+            self._finish_hidden(total, y, factors, grads.hidden, 0, first)
+
+    def _statistics(self, h: Tensor, y: Tensor, first: int) -> Tensor:
+        """Fill losses, factors and labels' entries; return the log-sum-exps ``(C,)`` fp32."""
+        C, some = len(h), slice(first, first + len(h))
+        weights = self.problem.token_weight
+        problem = self.problem.replace(
+            hidden=h, labels=y, memory_budget=None,
+            token_weight=None if weights is None else weights[some],
+        )  # fmt: skip
+        best = None if self.argmax is None else torch.empty(C, dtype=torch.int64, device=h.device)
+        # Inside a graph some rows do not count.
+        stats = token_stats(problem, Outputs(lse=True), best, every_row=self.padding is None)
+        nll, lse = stats.nll.double(), stats.lse
+        head = Projection.of(problem)
+        slope = head.slope(lse - nll)  # of the label's logit
+        slope = head.scale if slope is None else head.scale * slope
+        a: Tensor | float = 1.0
+        b: Tensor | float = 0.0
+        if self.loss_slopes is not None and self.lse is not None:
+            a, b, by_lse = self.loss_slopes[:, some].double()
+            b = b + by_lse * lse
+            self.lse[some] = lse.float()
+        of_label = (a * torch.expm1(-nll) + b * torch.exp(-nll)) * slope
+        rounded = lse.float()
+        # What the kernel makes the reference, to the bit: see `block_reference`.
+        reference = (rounded * _LOG2E).floor().double()
+        factors = (a + b) * torch.exp2(reference - lse * _LOG2E)
+        factors = factors + 0 * of_label  # NaN of a bad label
+        if self.padding is not None:
+            of_label, factors = (x.masked_fill(self.padding[some], 0) for x in (of_label, factors))
+        self.losses[some], self.label_grads[some], self.factors[:C] = stats.nll, of_label, factors
+        if self.argmax is not None and best is not None:
+            self.argmax[self.packed.rows[some].long()] = best
+        return rounded
