@@ -313,9 +313,10 @@ def _parts(sizes: Sizes, most: int) -> int:
 
 def _most_tokens(sizes: Sizes) -> int:
     budget = CPU_BUDGET if sizes.on_cpu else sizes.budget
-    most = max(budget // (sizes.V * sizes.logit), sizes.limits.multiple)
+    step = sizes.limits.multiple
+    most = max(budget // (sizes.V * sizes.logit), step)
     if not sizes.on_cpu:
-        return min(most, _DEVICE_TOKENS)
+        return min(most // step * step, _DEVICE_TOKENS)
     # Adding a chunk of C tokens to the weight gradient takes about 24 / C of its product's time. So
     # a chunk may hold H / 4 tokens: in float32, logits of a quarter of that gradient's bytes.
     return max(most, sizes.H // 4) if sizes.weight else most
@@ -402,6 +403,7 @@ def tiled_chunks(sizes: Sizes, C: int, T: int) -> Plan:
         "d_hidden of a chunk": C * H * acc if sizes.hidden else 0,
         "scaled hidden states": C * H * sizes.element if sizes.weight else 0,
         "statistics and entries": C * (8 * min(-(-V // 64), MAX_SPLITS) + 100) + n * ENTRY,
+        "copies with aligned rows": sizes.aligned,
     }  # fmt: skip
     return _plan(sizes, TILES, C, T, held)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fusedce.backends import plan
 from fusedce.backends.gradients import Gradients, input_dtypes
-from fusedce.backends.plan import CHUNKS, ONE_CHUNK, TILES, MiB, Sizes
+from fusedce.backends.plan import CHUNKS, FEW_CHUNKS, ONE_CHUNK, TILES, MiB, Sizes
 from fusedce.backends.triton import archs
 from fusedce.contract.problem import Outputs, Problem
 
@@ -15,13 +15,42 @@ LLAMA = Sizes(8192, 8192, 128256, 4096, element=2, logit=2)
 SMOLLM = Sizes(4096, 4096, 49152, 576, element=2, logit=4, on_cpu=True, triton=False)
 
 
-def test_one_chunk_beats_several_beside_an_accumulator_until_it_is_larger():
-    # One chunk of two-byte exponentials is smaller than several beside a float32 accumulator.
-    assert plan.chunk_size(LLAMA) == 8192
-    size = plan.chunk_size(LLAMA._replace(n=32768, N=32768))
-    assert size % 128 == 0
-    assert size * 128256 * 2 <= plan.DEVICE_BUDGET
+@pytest.mark.parametrize(
+    ("N", "H", "V", "tokens", "mib"),
+    [(8192, 4096, 128256, 2048, 690), (8192, 2304, 256000, 2048, 1120),
+     (16384, 2048, 128256, 4096, 1200), (4096, 4096, 128256, 2048, 625),
+     (32768, 4096, 128256, 8192, 2650), (2048, 896, 151936, 2048, 625)],
+)  # fmt: skip
+def test_a_gpu_holds_a_quarter_of_the_logits_or_those_of_2048_tokens(N, H, V, tokens, mib):
+    """Beside them: 32 MiB of products, and the gradient of hidden states in float32."""
+    for weight in (True, False):
+        call = Sizes(
+            N, N, V, H, 2, 2, weight=weight, budget=plan.LARGE_DEVICE_BUDGET, gemm_block=256
+        )
+        way = plan.choose_plan(call)
+        assert way.tokens == tokens
+        assert way.bytes <= mib * MiB
+        if weight:
+            assert way.name == (ONE_CHUNK if N <= 2048 else FEW_CHUNKS)
+            assert "d_weight in float32" not in way.held
+
+
+def test_a_call_of_very_many_tokens_is_summed_in_float32():
+    """A quarter of its logits would take more than a usual chunk and that sum."""
+    long = LLAMA._replace(n=2**18, N=2**18)
+    way = plan.choose_plan(long)
+    assert way.name == CHUNKS
+    assert way.tokens % 128 == 0
+    assert way.tokens * 128256 * 2 <= plan.DEVICE_BUDGET
     assert plan.choose_plan(LLAMA, chunk_tokens=7).tokens == 7
+
+
+def test_at_most_four_chunks_are_summed_in_the_dtype_of_the_gradient():
+    names = {C: plan.choose_plan(LLAMA, chunk_tokens=C).name for C in (8192, 8191, 2048, 2047)}
+    assert list(names.values()) == [ONE_CHUNK, FEW_CHUNKS, FEW_CHUNKS, CHUNKS]
+    for call in (LLAMA._replace(on_cpu=True), LLAMA._replace(element=4), LLAMA._replace(fp16=True,
+                 wide_weight=True)):  # fmt: skip
+        assert plan.choose_plan(call, chunk_tokens=2048).name == CHUNKS
 
 
 def test_a_tile_on_a_gpu_holds_no_more_than_a_chunk():
@@ -92,7 +121,7 @@ def test_a_large_device_has_larger_chunks(gib, budget):
     """The larger budget starts at 40 GB; a card sold as 40 GB reports 39.4 GiB."""
     memory = None if gib is None else int(gib * 2**30)
     assert plan.device_budget(memory) == budget * 2**30
-    gemma = LLAMA._replace(n=2**15, V=256000, H=2304, budget=plan.device_budget(memory))
+    gemma = LLAMA._replace(n=2**16, V=256000, H=2304, budget=plan.device_budget(memory))
     assert plan.chunk_size(gemma) == {1: 2048, 2: 4096}[budget]
 
 
@@ -108,15 +137,16 @@ def test_rows_of_tiles_are_equal(C, V, H):
 
 def test_less_memory_takes_the_next_way():
     """bf16 at (8192, 4096, 128256): all logits are 2 GiB, the accumulator as much again."""
-    long = LLAMA._replace(n=32768, N=32768)
-    names = [
-        plan.choose_plan(long, memory_budget=gib * 2**30 // 4).name for gib in (64, 16, 12, 8, 4)
-    ]
-    assert names == [ONE_CHUNK, CHUNKS, CHUNKS, TILES, TILES]
-    assert plan.choose_plan(LLAMA, memory_budget=3 * 2**30).name == ONE_CHUNK
-    assert plan.choose_plan(LLAMA, memory_budget=2**30).name == TILES
-    gemma = LLAMA._replace(V=256000, H=2304)
-    assert plan.choose_plan(gemma, memory_budget=200 * MiB).name == TILES
+
+    def names(call, *mib):
+        return [plan.choose_plan(call, memory_budget=x * MiB).name for x in mib]
+
+    limited = LLAMA._replace(wide_hidden=False, budget=plan.LARGE_DEVICE_BUDGET)
+    assert names(limited, 3000, 900, 630, 500, 64) == [ONE_CHUNK, *[FEW_CHUNKS] * 2, *[TILES] * 2]
+    long = limited._replace(n=2**16, N=2**16)
+    assert names(long, 20_000, 6000, 3000, 600) == [ONE_CHUNK, FEW_CHUNKS, CHUNKS, TILES]
+    gemma = limited._replace(V=256000, H=2304, gemm_block=256)
+    assert names(gemma, 200, 64) == [TILES, TILES]
 
 
 calls = st.builds(
@@ -136,7 +166,7 @@ def test_what_a_way_holds_fits_the_budget_and_more_is_never_slower(call, more):
     assert way.bytes <= budget
     assert way.tokens >= 1
     assert way.classes >= 1
-    if way.name == CHUNKS:  # one chunk less would not fit
+    if way.name in (FEW_CHUNKS, CHUNKS):  # one chunk less would not fit
         step, chunks = call.limits.multiple, -(-call.n // way.tokens)
         larger = -(-call.n // (chunks - 1) // step) * step
         bytes_ = plan.chunked(call, larger, way.classes).bytes

@@ -105,11 +105,10 @@ by_budget = functools.partial(fusedce.fused_ce, backend="triton")
 def small_tiles(monkeypatch):
     """Blocks of 16 tokens by tiles of 192 classes, so that there are several of both."""
 
-    def way(call, **asked):
-        return plan.by_tiles(call, 16, 192)
-
-    monkeypatch.setattr(sum_grads, "choose_plan", way)
-    monkeypatch.setattr(vocab_tiles, "plan_tiles", way)
+    monkeypatch.setattr(
+        sum_grads, "choose_plan", lambda call, **_: plan.tiled_chunks(call, 16, 192)
+    )
+    monkeypatch.setattr(vocab_tiles, "plan_tiles", lambda call, **_: plan.by_tiles(call, 16, 192))
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ LABELS = {
 }
 
 
-def add(columns, hidden, entries, d_weight, d_bias, factor):
+def add(columns, hidden, entries, d_weight, d_bias, factor, rows=None):
     in_order, order = columns.sort(stable=True)
     label_grad_kernel[(len(in_order), 3)](
-        hidden=hidden, columns=in_order, order=order, label_grads=entries, d_weight=d_weight,
-        d_bias=d_bias, C=C, H=H, V=V, stride_hn=hidden.stride(0), factor=factor, BLOCK_C=8,
-        BLOCK_H=16,
+        hidden=hidden, columns=in_order, order=order, label_grads=entries, rows=rows,
+        d_weight=d_weight, d_bias=d_bias, C=C, H=H, V=V, stride_hn=hidden.stride(0), factor=factor,
+        BLOCK_C=8, BLOCK_H=16,
     )  # fmt: skip
 
 
@@ -64,3 +64,15 @@ def test_either_gradient_may_be_missing():
     add(labels, hidden, entries, None, d_bias, 1.0)
     assert torch.equal(d_bias, labels.bincount(minlength=V).float())
     assert torch.equal(d_weight, d_bias[:, None].expand(V, H))
+
+
+def test_entries_of_some_rows_find_their_hidden_states():
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2 * C, H, generator=rng)
+    rows = torch.randperm(2 * C, generator=rng)[:C].int()
+    columns, entries = torch.randint(V, (C,), generator=rng), torch.randn(C, generator=rng)
+    found, expected = torch.zeros(2, V, H)
+    add(columns, hidden, entries, found, None, 0.5, rows)
+    add(columns, hidden[rows.long()], entries, expected, None, 0.5)
+    assert found.equal(expected)
+    assert found.any()

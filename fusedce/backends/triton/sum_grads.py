@@ -149,6 +149,7 @@ class _Chunks(Head):
         super().__init__(problem)
         weight, dtype, device = self.weight, self.weight.dtype, self.weight.device
         (V, H), n = weight.shape, len(labels)
+        self.classes = T = min(multiple_of_16(T), V)
         self.problem, self.packed, self.argmax, self.outer = problem, packed, argmax, outer
         self.labels, self.padding = labels, padding
         self.gemm, self.multiply = gemm, product(device, dtype)
@@ -382,7 +383,7 @@ class _TiledChunks(_Chunks):
 
     def add(self, h: Tensor, y: Tensor, first: int, grads: Gradients) -> None:
         """Compute the chunk's losses, and add its gradients to ``grads``, but for the labels'."""
-        (V, H), C, T = self.weight.shape, len(h), self.exps.shape[1]
+        (V, H), C, T = self.weight.shape, len(h), self.classes
         lse = self._statistics(h, y, first)
         alpha = self.outer / self.grad_scale
         factors = self.factors[:C]

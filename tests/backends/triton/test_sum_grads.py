@@ -131,10 +131,10 @@ def test_an_impossible_label_costs_infinity_and_has_a_gradient(dtype):
     assert error(found.d_hidden, exact) <= rounding(hidden, weight, bias)
 
 
-@pytest.mark.parametrize(("chunk_tokens", "dtype"), [(5, torch.bfloat16), (4, torch.float32)])
-def test_the_product_of_one_chunk_is_written_in_the_gradients_own_dtype(
-    monkeypatch, chunk_tokens, dtype
-):
+@pytest.mark.parametrize(
+    ("chunk_tokens", "dtype"), [(5, torch.bfloat16), (2, torch.bfloat16), (1, torch.float32)]
+)
+def test_up_to_four_chunks_are_summed_in_the_gradients_own_dtype(monkeypatch, chunk_tokens, dtype):
     """A large head's float32 buffer would be twice its gradient."""
     seen = []
     add = sum_grads.add_product
