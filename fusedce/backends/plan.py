@@ -57,6 +57,7 @@ WALK_STEP = 64  # numbers of a row that the walk over the vocabulary loads at a 
 EXP_BLOCK_V = 2048  # vocabulary entries of a row that share one maximum in training
 EXP_GEMM_H = 2304  # hidden size up to which one GEMM makes the exponentials, on sm_100
 MAX_SPLITS = 128  # of the vocabulary, in the pass that finds the statistics
+SMALL_TOKENS, SMALL_LOGITS = 1024, 128 * MiB  # whose float32 logits exist: see `is_small`
 ENTRY = 80  # bytes of a token's single entry, with those of its sorted copy
 
 
@@ -158,6 +159,11 @@ def choose_plan(
         ValueError: the budget is less than the least possible, which the message says.
     """
     if memory_budget is None:
+        plain = sizes.triton and not sizes.fp16 and sizes.teacher is None
+        if plain and chunk_tokens is None and is_small(sizes.N, sizes.V):
+            held = {"logits in float32": 4 * sizes.N * multiple_of_16(sizes.V)}
+            held["hidden states of the rows used"] = sizes.N * sizes.H * sizes.element
+            return _plan(sizes, ONE_CHUNK, max(sizes.n, 1), sizes.V, held)
         C = chunk_size(sizes) if chunk_tokens is None else chunk_tokens
         return chunked(sizes, C, tile_classes(sizes, None, min(C, sizes.n)))
     return _fitting(sizes, _candidates(sizes, tile_classes(sizes, memory_budget)), memory_budget)
@@ -199,6 +205,15 @@ def is_one_tile(n: int, V: int, logit: int, *, on_cpu: bool) -> bool:
     """
     limits = CPU if on_cpu else DEVICE
     return most_classes(limits, n) >= V and n * V * logit <= CPU_BUDGET
+
+
+def is_small(n: int, V: int) -> bool:
+    """Whether a GPU's kernels compute a call of ``n`` positions with all its logits at hand.
+
+    Its time is the host's, which launches least that way. The logits are in float32, and become
+    their gradient in place.
+    """
+    return 0 < n <= SMALL_TOKENS and 4 * n * multiple_of_16(V) <= SMALL_LOGITS
 
 
 def most_classes(limits: Limits, tokens: int) -> int:
