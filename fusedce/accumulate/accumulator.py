@@ -491,7 +491,8 @@ class LossAccumulator:
 
         Returns (``reset`` starts a new interval):
             ``loss``: nats per token, sum of losses / number of tokens (NaN without tokens);
-            ``perplexity``: ``exp(loss)``; ``n_tokens``: valid tokens; ``n_windows``: windows
+            ``perplexity``: ``exp(loss)``, without a meaning where the loss is no cross-entropy
+            (GRPO): pop it before you log; ``n_tokens``: valid tokens; ``n_windows``: windows
             (optimizer steps, and those that ``on_empty="skip"`` left out). Of losses made with
             ``fused_ce(..., monitor=...)``, over the tokens of those that were: ``correct_tokens``
             and ``mean_token_accuracy`` ("correct"), ``entropy`` and ``z_loss``, nats per token.

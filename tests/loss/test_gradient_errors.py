@@ -15,7 +15,6 @@ from support.bounds import STATISTIC
 from support.oracle import finished_logits, token_stats
 from support.params import QUICK_ON_TORCH
 
-import fusedce
 from fusedce import fused_ce, fused_cross_entropy, fused_kl, fused_logprobs, reference_ce
 from fusedce.backends.torch import logit_tiles, products
 from fusedce.contract.objective import expecting
