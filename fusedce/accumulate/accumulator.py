@@ -66,11 +66,11 @@ class LossAccumulator:
 
     Args:
         model: the module that the loop calls (with DDP or FSDP around it), or all parameters that
-            the losses train. These, read anew when a window's first backward begins, are divided
-            by ``finish`` and watched: a step or ``zero_grad`` inside a window, gradients that it
-            began over, other writes between its micro-batches or before ``finish``, and a
-            micro-batch that trains none of them are errors. A list does not follow parameters
-            that are made or unfrozen later. ``None``: ``finish(parameters)``, nothing is watched.
+            the losses train. ``finish`` divides these. Errors are a step inside an open window, a
+            streaming window over gradients that are not zero, gradients that FSDP2 holds inside at
+            the end, and plain gradients that change between the last backward and ``finish``.
+            A list does not follow parameters that are made later. ``None``:
+            ``finish(parameters)``, nothing is watched.
         process_group: the ranks that hold distinct tokens: a process group or a one-dimensional
             ``DeviceMesh`` (:meth:`from_mesh` for more dimensions). ``None``: all ranks if
             ``torch.distributed`` is initialised. Replicas of the same tokens (tensor parallel)
@@ -86,7 +86,7 @@ class LossAccumulator:
             ``scale``. Unscale after the window.
         losses: names and weights of several losses a step, ``{"main": 1, "next2": 0.3}`` (at most
             8). Each is divided by its own tokens; counts must be declared.
-        watch: False for engines that take gradients away from ``.grad``.
+        watch: False, no guard, for engines that take gradients away from ``.grad``.
         name: tells accumulators of the same ranks apart; equal on all of them.
 
     Attributes:
@@ -106,8 +106,8 @@ class LossAccumulator:
     Note:
         The host reads a window's numbers once, at its end (with declared counts at its first loss,
         too), and raises there for a label out of range (on a CPU the loss has raised before),
-        other counts than declared, a factor on the loss, or what was watched: on all ranks, before
-        an optimizer steps.
+        other counts than declared, a loss that was scaled and never differentiated, a factor on
+        the loss, or what was watched: on all ranks, before an optimizer steps.
 
     Collectives: each is an all-gather of 173 int64 from each rank on ``process_group`` (under gloo,
     on a new group of the same ranks). Streaming has one per window, in ``finish``. Declared counts
@@ -226,8 +226,9 @@ class LossAccumulator:
         """The loss to call ``backward`` on, for loops that do so themselves (GradScaler).
 
         ``loss_sum * R * backward_divisor / denominator`` and the auxiliary losses that wait. It
-        counts as a micro-batch once it is differentiated; another factor than the engine's or the
-        GradScaler's is an error at the window's end.
+        counts as a micro-batch once a backward adds its gradients to ``.grad``, which
+        ``torch.autograd.grad`` does not. Never to differentiate it, or by another factor than the
+        engine's or the GradScaler's, is an error at the window's end.
 
         Args:
             out: what :func:`fused_ce` returned: ``loss_sum ()`` in nats, ``n_valid ()`` in tokens.
@@ -327,7 +328,8 @@ class LossAccumulator:
     def finish(self, parameters: Iterable[Tensor] | None = None) -> bool:
         """Close a streaming window: correct every ``.grad`` once, in place.
 
-        Call it right after the last micro-batch: sum over ranks, unscale and clip after it.
+        Call it right after the last micro-batch: sum over ranks, unscale and clip after it
+        (:meth:`clip_grad_norm_` cannot come too early).
 
         Args:
             parameters: all that received gradients, where the accumulator was given none.

@@ -16,7 +16,12 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fusedce.accumulate.arguments import as_tensors
-from fusedce.accumulate.engines import drop_held, is_held_by_fsdp2, parameters_of
+from fusedce.accumulate.engines import (
+    drop_held,
+    is_held_by_fsdp2,
+    is_of_fsdp1,
+    parameters_of,
+)
 from fusedce.accumulate.exchange import read
 from fusedce.accumulate.gradients import norms_of
 
@@ -132,9 +137,12 @@ class Watch:
         if self.watches and self._begun is None:
             parameters = self.parameters()
             norms = norms_of([p for p in parameters if p.grad is not None])
-            # torch notes no write into a DTensor by the functions that clip (_foreach_mul_).
+            # torch notes no write into a DTensor by the functions that clip (_foreach_mul_). FSDP1
+            # writes zeros beside a frozen parameter in each forward, an evaluation's too.
+            writes = len(parameters) < len(self._all()) and any(map(is_of_fsdp1, parameters))
             plain = [p for p in parameters if not hasattr(p, "device_mesh")]
-            self._begun = Begun(norms, self._is_held(), [] if self.in_pipeline else plain)
+            unknown = self.in_pipeline or writes
+            self._begun = Begun(norms, self._is_held(), [] if unknown else plain)
 
     def after_backward(self, *, is_nested: bool) -> None:
         """Remember what a backward has left; one inside of another is not the last to write."""

@@ -101,7 +101,8 @@ def train(model, acc, silent, streaming, rank, *, inside=None, last=None, after=
 
     Raises what the accumulator does.
     """
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    parameters = list(model.parameters())  # after a forward FSDP2's module may show others
+    optimizer = torch.optim.SGD(parameters, lr=0.0)
     found = []
     for window in range(len(parallel.WINDOWS)):
         micro = parallel.micro_batches(window, rank)
@@ -120,10 +121,10 @@ def train(model, acc, silent, streaming, rank, *, inside=None, last=None, after=
         windowed(acc, streaming, None, counts, loop)
         if after:
             after(window)
-        found.append([parallel.whole(p.grad) for p in model.parameters() if p.grad is not None])
+        found.append([parallel.whole(p.grad) for p in parameters if p.grad is not None])
         optimizer.step()
         if after is not keep:
-            model.zero_grad(set_to_none=window % 2 == 0)
+            optimizer.zero_grad(set_to_none=window % 2 == 0)
     return found
 
 
@@ -137,6 +138,12 @@ def stepped(optimizer):
 
 def clipped(model):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def evaluated(model):
+    """A forward pass between the last backward and the window's end is no write."""
+    with torch.no_grad():
+        model(*parallel.micro_batches(0, 0)[0])
 
 
 def assert_equal(name, found, exact, case):
@@ -154,7 +161,7 @@ def engine(name, rank):
     for streaming, how in itertools.product(EITHER, (None, silent) if silent else (None,)):
         case = name, streaming, how is not None
         model = make()
-        found = train(model, LossAccumulator(model), how, streaming, rank)
+        found = train(model, LossAccumulator(model), how, streaming, rank, last=evaluated)
         assert_equal(name, found, exact, case)
 
         model = make()
