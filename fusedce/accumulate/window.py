@@ -121,7 +121,7 @@ class Window:
         if not loss.requires_grad:
             self.done.append(record)
             return loss
-        # The second pass of a checkpoint repeats a loss that is in the list already. A pipeline's
+        # A checkpoint makes the loss again inside the backward of the first one. A pipeline's
         # schedule scales one more to learn shapes, and may or may not differentiate it.
         if not (is_recomputed or self._watch.in_pipeline):
             self._waiting.add(record.number)
