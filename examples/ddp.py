@@ -48,7 +48,7 @@ def train(epochs: int = 2) -> list[dict[str, float]]:
                     # A batch without valid tokens takes part as well: the others wait for it.
                     with nullcontext() if i == len(window) - 1 else model.no_sync():
                         acc.backward(fusedce.model_loss(model, batch))
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            acc.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
             history.append(acc.metrics(reset=True))

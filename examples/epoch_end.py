@@ -41,7 +41,7 @@ def train(epochs: int = 3, *, carry_over: bool = False) -> list[dict[str, float]
             end = i == len(data) - 1 and not (carry_over and epoch < epochs - 1)
             if waiting == ACCUMULATION or end:
                 acc.finish()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                acc.clip_grad_norm_(1.0)
                 optimizer.step()
                 optimizer.zero_grad()
                 history.append(acc.metrics(reset=True))

@@ -47,8 +47,8 @@ def train(epochs: int = 2) -> list[dict[str, float]]:
             for i, batch in enumerate(window):
                 model.set_requires_gradient_sync(i == len(window) - 1)
                 acc.backward(fusedce.model_loss(model, batch))
-            acc.finish()  # before clipping
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            acc.finish()
+            acc.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
             history.append(acc.metrics(reset=True))

@@ -43,7 +43,7 @@ def train(epochs: int = 2, writer: Any = None) -> list[dict[str, float]]:
             with acc.window([fusedce.count_valid(batch) for batch in window]):
                 for batch in window:
                     acc.backward(fusedce.model_loss(model, batch))
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            acc.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
             history.append(acc.metrics(reset=True))

@@ -28,13 +28,14 @@ from fusedce.accumulate.arguments import (
 )
 from fusedce.accumulate.engines import (
     Engine,
+    Pipeline,
     current_backward,
     from_accelerator,
     from_deepspeed,
     from_mesh,
 )
 from fusedce.accumulate.exchange import CLOSE, FINISH, SUMS, WINDOW, Exchange
-from fusedce.accumulate.gradients import STREAMED, scale_gradients
+from fusedce.accumulate.gradients import STREAMED, clip_gradients, scale_gradients
 from fusedce.accumulate.sums import Loss, Totals
 from fusedce.accumulate.watch import Watch
 from fusedce.accumulate.window import Window, WindowBlock
@@ -65,11 +66,11 @@ class LossAccumulator:
 
     Args:
         model: the module that the loop calls (with DDP or FSDP around it), or all parameters that
-            the losses train. These, read anew when a window's first backward begins, are divided
-            by ``finish`` and watched: a step or ``zero_grad`` inside a window, gradients that it
-            began over, other writes between its micro-batches or before ``finish``, and a
-            micro-batch that trains none of them are errors. A list does not follow parameters
-            that are made or unfrozen later. ``None``: ``finish(parameters)``, nothing is watched.
+            the losses train. ``finish`` divides these. Errors are a step inside an open window, a
+            streaming window over gradients that are not zero, gradients that FSDP2 holds inside at
+            the end, and plain gradients that change between the last backward and ``finish``.
+            A list does not follow parameters that are made later. ``None``:
+            ``finish(parameters)``, nothing is watched.
         process_group: the ranks that hold distinct tokens: a process group or a one-dimensional
             ``DeviceMesh`` (:meth:`from_mesh` for more dimensions). ``None``: all ranks if
             ``torch.distributed`` is initialised. Replicas of the same tokens (tensor parallel)
@@ -85,7 +86,7 @@ class LossAccumulator:
             ``scale``. Unscale after the window.
         losses: names and weights of several losses a step, ``{"main": 1, "next2": 0.3}`` (at most
             8). Each is divided by its own tokens; counts must be declared.
-        watch: False for engines that take gradients away from ``.grad``.
+        watch: False, no guard, for engines that take gradients away from ``.grad``.
         name: tells accumulators of the same ranks apart; equal on all of them.
 
     Attributes:
@@ -105,8 +106,8 @@ class LossAccumulator:
     Note:
         The host reads a window's numbers once, at its end (with declared counts at its first loss,
         too), and raises there for a label out of range (on a CPU the loss has raised before),
-        other counts than declared, a factor on the loss, or what was watched: on all ranks, before
-        an optimizer steps.
+        other counts than declared, a loss that was scaled and never differentiated, a factor on
+        the loss, or what was watched: on all ranks, before an optimizer steps.
 
     Collectives: each is an all-gather of 173 int64 from each rank on ``process_group`` (under gloo,
     on a new group of the same ranks). Streaming has one per window, in ``finish``. Declared counts
@@ -133,6 +134,8 @@ class LossAccumulator:
         losses: Mapping[str, float] | None = None,
         watch: bool = True,
         name: str | None = None,
+        _engine: Engine | None = None,
+        _pipeline: Pipeline | None = None,
     ) -> None:
         check_choice("grad_reduction", grad_reduction, ("mean", "sum"))
         check_choice("on_empty", on_empty, ("zero", "skip", "raise"))
@@ -141,11 +144,13 @@ class LossAccumulator:
             raise TypeError(f"name must be a string, got {describe(name)}")
         self._weights = check_losses(losses)
         self._tokens = Ranks(process_group)  # whose losses are added (a pipeline's last stages)
-        self._exchange = Exchange(self._tokens, name)  # with all ranks that share the windows
-        self._engine = Engine(backward_divisor, grad_scaler)
+        self._pipeline = _pipeline
+        # With all ranks that share the windows.
+        self._exchange = Exchange(_pipeline.everyone if _pipeline else self._tokens, name)
+        self._engine = _engine or Engine(backward_divisor, grad_scaler)
         self._grad_reduction, self._on_empty = grad_reduction, on_empty
-        self._has_loss = True  # whether this rank computes losses
-        self._watch = Watch(model, watches=watch)
+        self._has_loss = _pipeline is None or _pipeline.has_loss
+        self._watch = Watch(model, watches=watch, in_pipeline=_pipeline is not None)
         self._totals = Totals(self._weights)  # equal on all ranks after each window
         self._window: Window | None = None  # the open one
         self._announced: object = None  # the result of `window(...)` until it is entered
@@ -199,15 +204,12 @@ class LossAccumulator:
         else:
             self.should_step = True
         self._open(Window(declared or [[]], sent, self._weights, self._watch, self._engine))
-        if not self._has_loss and self._watch.watches:
-            self._watch.begin()  # a stage without losses
 
     def _leave(self, error: BaseException | None) -> None:
         """Close a window of declared counts, or drop it after ``error``. One all-gather."""
         window = self._window
         assert window is not None
         if error is not None:
-            self._watch.drop()
             self._close()
             # Ranks that already know of the error do not come to the window's end.
             if not getattr(error, "is_shared", False) and not window.was_refused():
@@ -216,9 +218,6 @@ class LossAccumulator:
         try:
             window.denominators()
             sums, _ = self._end(CLOSE, window)
-        except BaseException:
-            self._watch.drop()
-            raise
         finally:
             self._close()
         self._count_window(sums)
@@ -227,8 +226,9 @@ class LossAccumulator:
         """The loss to call ``backward`` on, for loops that do so themselves (GradScaler).
 
         ``loss_sum * R * backward_divisor / denominator`` and the auxiliary losses that wait. It
-        counts as a micro-batch once it is differentiated; another factor than the engine's or the
-        GradScaler's is an error at the window's end.
+        counts as a micro-batch once a backward adds its gradients to ``.grad``, which
+        ``torch.autograd.grad`` does not. Never to differentiate it, or by another factor than the
+        engine's or the GradScaler's, is an error at the window's end.
 
         Args:
             out: what :func:`fused_ce` returned: ``loss_sum ()`` in nats, ``n_valid ()`` in tokens.
@@ -272,19 +272,6 @@ class LossAccumulator:
         """Factor of this rank's loss sums without the denominator: ``R * backward_divisor``."""
         ranks = self._tokens.size() if self._grad_reduction == "mean" else 1
         return self._engine.divisor() * ranks
-
-    def _expected(self) -> float | None:
-        """Upstream gradient that a loss of the open window will receive; ``None`` if unknown.
-
-        This waits for the other ranks' counts; :meth:`scale` raises an error among them.
-        """
-        if self._window is None or "" not in self._weights:
-            return None
-        try:
-            expected = self._factor() * self._engine.expected_loss_factors()[0]
-            return expected / self._window.denominators()[0]
-        except (RuntimeError, TypeError, ValueError):
-            return None
 
     def backward(self, out: Loss | None = None, **outs_by_loss: Loss) -> None:
         """``self.scale(out).backward()``, as the engine does it, with the loss scale.
@@ -341,7 +328,8 @@ class LossAccumulator:
     def finish(self, parameters: Iterable[Tensor] | None = None) -> bool:
         """Close a streaming window: correct every ``.grad`` once, in place.
 
-        Call it right after the last micro-batch: sum over ranks, unscale and clip after it.
+        Call it right after the last micro-batch: sum over ranks, unscale and clip after it
+        (:meth:`clip_grad_norm_` cannot come too early).
 
         Args:
             parameters: all that received gradients, where the accumulator was given none.
@@ -375,6 +363,37 @@ class LossAccumulator:
         self._count_window(sums)
         return self.should_step
 
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradients of the model by their common norm, and return it, ``()``.
+
+        Torch's own clipping (FSDP1's, where it is around the model), after a window: it cannot come
+        too early. With a ``GradScaler`` unscale first.
+
+        Args:
+            max_norm: the largest norm that is left alone, at least 0.
+
+        Raises:
+            RuntimeError: inside an open window; without a given model; where the engine keeps
+                gradients elsewhere (DeepSpeed clips by itself); or where other ranks may hold
+                other parts of the model, as plain tensors (a shard of the vocabulary).
+
+        Collectives: those of DTensors' norms and of FSDP1; in a pipeline one all-reduce among its
+        stages, so that every stage calls it. Else none.
+        """
+        if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
+            raise TypeError(f"max_norm must be a number, got {describe(max_norm)}")
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm must be at least 0, got {max_norm}")
+        self._refuse_open_window("clip gradients")
+        if not self._watch.is_given or self._engine.no_streaming is not None:
+            raise RuntimeError(
+                "clip_grad_norm_ needs the gradients: LossAccumulator(model) knows them. DeepSpeed "
+                "keeps them to itself, and clips by gradient_clipping in its configuration"
+            )
+        watch, stages = self._watch, self._pipeline and self._pipeline.stages
+        ranks = self._exchange.ranks
+        return clip_gradients(watch.module, watch.parameters(), max_norm, ranks, stages)
+
     def discard_window(self) -> None:
         """Forget the micro-batches of an open streaming window, and the given model's gradients.
 
@@ -388,7 +407,7 @@ class LossAccumulator:
 
     def _open(self, window: Window) -> Window:
         self._window = window
-        self._watch.open(window.why_no_step, window.declared is None)
+        self._watch.open(window.why_no_step)
         return window
 
     def _close(self) -> None:
@@ -474,7 +493,8 @@ class LossAccumulator:
 
         Returns (``reset`` starts a new interval):
             ``loss``: nats per token, sum of losses / number of tokens (NaN without tokens);
-            ``perplexity``: ``exp(loss)``; ``n_tokens``: valid tokens; ``n_windows``: windows
+            ``perplexity``: ``exp(loss)``, without a meaning where the loss is no cross-entropy
+            (GRPO): pop it before you log; ``n_tokens``: valid tokens; ``n_windows``: windows
             (optimizer steps, and those that ``on_empty="skip"`` left out). Of losses made with
             ``fused_ce(..., monitor=...)``, over the tokens of those that were: ``correct_tokens``
             and ``mean_token_accuracy`` ("correct"), ``entropy`` and ``z_loss``, nats per token.

@@ -129,30 +129,6 @@ def unpack(out: Any) -> MonitoredLossSum:
     )
 
 
-_SAME = ["ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "Neg"]
-
-
-def divisor_of(loss: Tensor) -> Tensor | None:
-    """The number ``()`` that ``loss ()`` was divided by last; NaN for its own tokens.
-
-    Read from the graph: a division, a mean of several elements, or torch's cross-entropy with
-    ``reduction="mean"``. ``None`` for other operations, also those that hide one of these (a
-    compiled graph, a sum of losses): a number does not show whether it is a mean.
-    """
-    node: Any = loss.grad_fn
-    while node is not None and node.name().partition("Backward")[0] in _SAME:
-        node = node.next_functions[0][0]
-    kind = "" if node is None else node.name().partition("Backward")[0]
-    if kind == "Div":
-        other = getattr(node, "_saved_other", None)
-        return other.detach() if isinstance(other, Tensor) and other.dim() == 0 else None
-    reduces = kind in ("NllLoss", "NllLoss2D") and node._saved_reduction == 1
-    if not reduces and kind != "Mean":
-        return None
-    one = kind == "Mean" and node._saved_self_sym_numel == 1
-    return torch.tensor(1.0 if one else math.nan, device="cpu")
-
-
 def describe(x: object) -> str:
     """An argument in a few words, for messages."""
     if isinstance(x, Tensor):

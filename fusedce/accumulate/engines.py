@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.autograd.variable import Variable
 from torch.distributed import _composable_state
-from torch.nn.parallel import DistributedDataParallel
 
 from fusedce.accumulate.arguments import OnEmpty, describe
-from fusedce.accumulate.exchange import Exchange
 from fusedce.contract.groups import Ranks, submesh
 
 Accumulator = TypeVar("Accumulator")  # LossAccumulator: the constructors become its class methods
@@ -62,6 +61,14 @@ class Engine:
     def mask_repeated_samples(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """See :meth:`LossAccumulator.mask_repeated_samples`."""
         return batch
+
+
+class Pipeline(NamedTuple):
+    """The ranks of a pipeline, which share windows though only its last stage has losses."""
+
+    stages: Ranks  # one of each stage: together they hold the model
+    everyone: Ranks  # of all pipelines that share windows
+    has_loss: bool  # whether this rank computes losses
 
 
 class AccelerateEngine(Engine):
@@ -199,9 +206,7 @@ def from_deepspeed(
         ...         engine.step()
     """
     runs = DeepSpeedEngine(engine)
-    new: Any = cls(process_group=engine.seq_data_parallel_group, on_empty=on_empty)
-    new._engine = runs
-    return new
+    return cls(process_group=engine.seq_data_parallel_group, on_empty=on_empty, _engine=runs)
 
 
 def from_mesh(
@@ -233,7 +238,7 @@ def from_mesh(
         token_dims: the dimensions over which tokens differ: data and context parallel ones,
             not tensor parallel ones. An empty list: every rank holds the same tokens. Several are
             flattened into one new group, by one collective of all ranks of the mesh.
-        model: as for the class; in a pipeline this rank's stages, which it needs.
+        model: as for the class; in a pipeline this rank's stages.
         pipeline_dim: the dimension over which a pipeline's stages lie. All of them open the
             same windows (``acc.window()`` without counts where there is no loss) and call
             ``finish``; the schedule needs ``scale_grads=False``, and
@@ -248,7 +253,16 @@ def from_mesh(
             f"schedule: {type(schedule).__name__} would divide all gradients by its number of "
             f"micro-batches, on top of the tokens: make it with scale_grads=False"
         )
-    new: Any = cls(
+    pipeline = None
+    if pipeline_dim is not None:
+        dims = [token_dims] if isinstance(token_dims, str) else list(token_dims)
+        is_last = mesh.get_local_rank(pipeline_dim) == mesh[pipeline_dim].size() - 1
+        pipeline = Pipeline(
+            stages=Ranks(submesh(mesh, pipeline_dim)),
+            everyone=Ranks(submesh(mesh, [*dims, pipeline_dim])),
+            has_loss=is_last if has_loss is None else has_loss,
+        )
+    return cls(
         model,
         process_group=submesh(mesh, token_dims),
         grad_reduction=grad_reduction,
@@ -258,20 +272,8 @@ def from_mesh(
         losses=losses,
         watch=watch,
         name=name,
+        _pipeline=pipeline,
     )
-    if pipeline_dim is not None:
-        if not new._watch.watches:
-            raise ValueError(
-                "pipeline_dim needs model= (this rank's stages) and watch=True: a schedule "
-                "differentiates one loss more to learn shapes, which is known by changing no "
-                "gradient"
-            )
-        dims = [token_dims] if isinstance(token_dims, str) else list(token_dims)
-        new._exchange = Exchange(Ranks(submesh(mesh, [*dims, pipeline_dim])), new._exchange.name)
-        new._watch.in_pipeline = True
-        last = mesh.get_local_rank(pipeline_dim) == mesh[pipeline_dim].size() - 1
-        new._has_loss = last if has_loss is None else has_loss
-    return new
 
 
 def from_accelerator(
@@ -304,16 +306,15 @@ def from_accelerator(
         on_empty, losses, watch, name: as for the class.
     """
     engine = AccelerateEngine(accelerator)
-    new: Any = cls(
+    return cls(
         model,
         process_group=token_ranks_of(accelerator),
         on_empty=on_empty,
         losses=losses,
         watch=watch and engine.no_streaming is None,
         name=name,
+        _engine=engine,
     )
-    new._engine = engine
-    return new
 
 
 def token_ranks_of(accelerator: Any) -> Any:
@@ -340,6 +341,22 @@ def token_ranks_of(accelerator: Any) -> Any:
 def current_backward() -> int:
     """The id of the backward that runs in this thread, counted in the process; -1 for none."""
     return torch._C._current_graph_task_id()
+
+
+def backward_reaches(leaf: Tensor) -> bool:
+    """Whether the running backward adds to the gradient of this leaf ``(...)``.
+
+    That of ``torch.autograd.grad`` adds to none, ``backward(inputs=...)`` to its inputs alone.
+    """
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    except RuntimeError:  # an input of `torch.autograd.grad`
+        return False
+
+
+def backward_keeps_graph() -> bool:
+    """Whether another backward may follow over the graph of the running one."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
@@ -397,6 +414,18 @@ def _fsdp1_flat_parameters(module: torch.nn.Module) -> list[Any]:
     return [handle.flat_param for handle in handles if handle is not None]
 
 
+def is_of_fsdp1(parameter: Tensor) -> bool:
+    """Whether FSDP1 has flattened a parameter, so that a rank holds a part of it."""
+    return getattr(parameter, "_fsdp_flattened", False)
+
+
+def fsdp1_around(module: torch.nn.Module) -> Any:
+    """The FSDP1 wrapper that holds all parameters of a module; ``None`` if none does."""
+    first = next(filter(_is_fsdp1, module.modules()), None)
+    n = len(list(module.parameters()))
+    return first if first is not None and len(list(first.parameters())) == n else None
+
+
 def is_held_by_fsdp2(module: torch.nn.Module) -> bool:
     """Whether gradients wait inside FSDP2 or HSDP."""
     return any(
@@ -421,34 +450,5 @@ def drop_held(module: torch.nn.Module) -> None:
                 p.unsharded_accumulated_grad = None
 
 
-def has_fsdp1(module: torch.nn.Module) -> bool:
-    """Whether FSDP1 may hold gradients in flat parameters (under no_sync)."""
-    return any(map(_is_fsdp1, module.modules()))
-
-
 def _is_fsdp1(module: torch.nn.Module) -> bool:
     return hasattr(module, "_fsdp_wrapped_module")  # isinstance would import FSDP1
-
-
-def adds_in_place(module: torch.nn.Module | None) -> bool:
-    """Whether backward surely adds to the gradients that are there, and makes no other tensors.
-
-    DDP with ``gradient_as_bucket_view=True`` and FSDP1 do, and may be around the module.
-    """
-    if not _has_peers():
-        return True
-    inside = [] if module is None else list(module.modules())
-    ddp = [x for x in inside if isinstance(x, DistributedDataParallel)]
-    views = any(x.gradient_as_bucket_view for x in ddp)
-    return bool(ddp) and not views and not any(map(_is_fsdp1, inside))
-
-
-def version_of(grad: Tensor | None) -> int:
-    """A number that grows with each write into a gradient; -1 for ``None``.
-
-    A DTensor's operators raise the wrapper's version, FSDP2 writes into the shard itself.
-    """
-    if grad is None:
-        return -1
-    local = getattr(grad, "_local_tensor", None)
-    return grad._version if local is None else grad._version + local._version

@@ -9,7 +9,6 @@ holds a part of it that cannot be removed.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,12 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.accumulate.arguments import divisor_of
-from fusedce.accumulate.engines import Engine, current_backward, when_backward_ends
+from fusedce.accumulate.engines import (
+    Engine,
+    backward_keeps_graph,
+    backward_reaches,
+    current_backward,
+    when_backward_ends,
+)
 from fusedce.accumulate.exchange import SUMS, Pending, explain, read
 from fusedce.accumulate.sums import copied, counts_of, sums_of
-from fusedce.accumulate.watch import UNREACHED, Change, Watch
-from fusedce.contract.objective import expecting
+from fusedce.accumulate.watch import Watch
 from fusedce.contract.results import MonitoredLossSum
 
 
@@ -32,7 +35,7 @@ class Record(NamedTuple):
     number: int  # in the order of scale
     outs: list[MonitoredLossSum]  # one for each loss
     expected_factors: Sequence[float]  # that may multiply the loss before its backward
-    divisors: list[Tensor | None]  # what each loss was divided by before, ()
+    is_recomputed: bool  # made inside a backward, by a checkpoint
     upstream_grad: Tensor | None = None  # () with which its backward began
 
 
@@ -56,11 +59,11 @@ class Window:
         self._denominator = denominator
         self._weights, self._watch, self._engine = weights, watch, engine
         self._loss_scale: Tensor | None = None  # the scaler's (), as the first backward began
-        self._counted: dict[int, Change] = {}  # what the first backward of a number has changed
-        self._is_doubled = False  # whether a loss has changed a gradient twice
-        self._probed: set[int] = set()  # differentiated, but for other tensors than parameters
         self._n_scaled = 0
-        self._running: list[tuple[int, Record, Any]] = []  # backwards that have not ended, by id
+        self._waiting: set[int] = set()  # numbers of losses that are not differentiated yet
+        self._running: list[tuple[int, Record]] = []  # losses whose backward has not ended, by id
+        # A leaf of every loss. Only a backward that adds to all leaves reaches it.
+        self._leaf = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
 
     def denominators(self) -> list[float]:
         """Tokens of all ranks for each loss, at least 1, or the constants; waits once."""
@@ -107,52 +110,66 @@ class Window:
             self.auxiliary = []
         if not torch.is_grad_enabled():  # the first of a checkpoint's two passes
             return loss
+        is_recomputed = current_backward() != -1
         record = Record(
             self._n_scaled,
             [copied(out) for out in outs],
             self._engine.expected_loss_factors(),
-            [divisor_of(out.loss_sum) for out in outs],
+            is_recomputed,
         )
         self._n_scaled += 1
         if not loss.requires_grad:
             self.done.append(record)
             return loss
-        return Ticket.apply(loss, self, record)
+        # A checkpoint makes the loss again inside the backward of the first one. A pipeline's
+        # schedule scales one more to learn shapes, and may or may not differentiate it.
+        if not (is_recomputed or self._watch.in_pipeline):
+            self._waiting.add(record.number)
+        return Ticket.apply(loss, self._leaf, self, record)
 
-    def begins(self, node: Any, record: Record, upstream_grad: Tensor) -> None:
+    def begins(self, record: Record, upstream_grad: Tensor) -> None:
         """The backward of a loss begins: count it once, when that backward has ended."""
         if not self.is_open:
             raise RuntimeError(
                 "a loss is differentiated after the window that has scaled it was closed: its "
                 "gradient would be divided by another window's tokens"
             )
+        if not self._adds_gradients():
+            return
         backward, scaler = current_backward(), self._engine.grad_scaler
         if scaler is not None and self._loss_scale is None:
             self._loss_scale = scaler.scale(torch.ones_like(upstream_grad))
-        self._watch.before_backward(backward)
-        is_first = all(of != backward for of, *_ in self._running)
-        record = record._replace(upstream_grad=upstream_grad.detach())
-        self._running.append((backward, record, node))
-        if is_first:
+        if self.declared is None:
+            self._watch.begin()
+        if all(of != backward for of, _ in self._running):
             when_backward_ends(partial(self._count, backward))
+        self._running.append((backward, record._replace(upstream_grad=upstream_grad.detach())))
+
+    def _adds_gradients(self) -> bool:
+        """Whether the running backward is a micro-batch's: ``torch.autograd.grad`` is none.
+
+        A pipeline's schedule learns shapes by it, and frees the graph; for a micro-batch it keeps
+        the graph, from which the weights' gradients come later.
+        """
+        if backward_reaches(self._leaf):
+            return True
+        if self._watch.in_pipeline:
+            return backward_keeps_graph()
+        # backward(inputs=...) adds to these alone. Without a watch gradients may be added by hand.
+        return not self._watch.watches or any(map(backward_reaches, self._watch.parameters()))
 
     def _count(self, backward: int) -> None:
         """Count the losses of a backward that has ended."""
-        ended = [(record, node) for of, record, node in self._running if of == backward]
+        ended = [record for of, record in self._running if of == backward]
         self._running = [x for x in self._running if x[0] != backward]
-        changes_gradients = self._watch.after_backward()
-        for record, node in ended:
-            if record.number in self._counted:  # the other half of its parameters, or all again
-                self._is_doubled |= self._watch.overlaps(self._counted[record.number])
-                continue
-            # Where a backward has changed no gradient it was `autograd.grad`: a pipeline's first
-            # step learns shapes so and frees the graph; others keep it for the weights' gradients.
-            if changes_gradients or (self._watch.in_pipeline and not _is_freed(node)):
-                self._counted[record.number] = self._watch.last_change
-                self._probed.discard(record.number)
+        if self.declared is None:
+            # (An outer backward goes on after that of a reentrant checkpoint.)
+            self._watch.after_backward(is_nested=any(x.is_recomputed for x in ended))
+        counted = {record.number for record in self.done}
+        for record in ended:
+            self._waiting.discard(record.number)
+            if record.number not in counted:  # else the other half of its parameters
                 self.done.append(record)
-            elif not self._watch.in_pipeline:
-                self._probed.add(record.number)
 
     # ---- the window's end -------------------------------------------------------------------
 
@@ -160,20 +177,20 @@ class Window:
         """Raise unless all declared micro-batches and auxiliary losses were differentiated."""
         self.check_usable(more=0)
         n = len(self.done)
-        if self._probed:
-            raise RuntimeError(UNREACHED)
-        if self._is_doubled:
+        if self._waiting and (self.declared is None or n == self.n_declared):
             raise RuntimeError(
-                "a loss was differentiated twice (retain_graph=True), so that its gradient counts "
-                "twice and its tokens once: differentiate it once, or scale() it again"
+                f"{len(self._waiting)} of {self._n_scaled} losses were passed to scale(), and no "
+                f"backward has added their gradients to .grad (torch.autograd.grad adds none): "
+                f"differentiate each loss that you scale. watch=False allows to add gradients by "
+                f"hand"
             )
         if self.declared is None and not n:
             raise RuntimeError("finish: no micro-batch since the last one: nothing to finish")
         if self.n_declared is not None and n < self.n_declared:
             raise RuntimeError(
                 f"window: {self.n_declared} micro-batches were declared, {n} differentiated "
-                f"({self._n_scaled - n} more scaled, but not differentiated): the gradients would "
-                f"be divided by the tokens of missing losses, too"
+                f"({len(self._waiting)} more scaled, and no backward has added their gradients to "
+                f".grad): the gradients would be divided by the tokens of missing losses, too"
             )
         if self.auxiliary:
             raise RuntimeError(
@@ -184,14 +201,13 @@ class Window:
     def sums(self) -> list[float]:
         """The sums of this rank's micro-batches, those of each loss after the other.
 
-        Waits for their device. Raises an error for what their numbers and gradients show.
+        Waits for their device. Raises an error for what their numbers show.
         """
         self.done.sort(key=lambda m: m.number)  # some schedules differentiate the last one first
         found: list[float] = []
         for i, name in enumerate(self._weights):
             outs = [m.outs[i] for m in self.done]
             counts = counts_of(outs)
-            self._check_means(i, counts)
             self._check_counts(i, f" of {name!r}" if name else "", counts)
             found += sums_of(outs, counts)
         self._check_factors()
@@ -208,21 +224,6 @@ class Window:
                     f"drops the first of every sequence? Were they counted before the shift, or "
                     f"with another ignore_index? Counts belong to losses in the order of scale"
                 )
-
-    def _check_means(self, i: int, counts: Sequence[int]) -> None:
-        """Raise if each loss was divided by its own of ``counts``: it is a mean, and no sum."""
-        divisors = [m.divisors[i] for m in self.done]
-        if all(x is None for x in divisors):
-            return
-        nothing = torch.tensor(math.inf, dtype=torch.float64, device="cpu")
-        by = read(nothing if x is None else x.double() for x in divisors)
-        several = [(n, x) for n, x in zip(counts, by, strict=True) if n > 1]
-        if several and all(x == n or math.isnan(x) for n, x in several):
-            raise ValueError(
-                f"out must be (loss_sum, n_valid), got a mean: the loss was divided by its "
-                f"{several[0][0]} tokens before the accumulator got it, which divides by all "
-                f"tokens of the window. Give the sum: fused_ce(...) itself, or (mean * n, n)"
-            )
 
     def _check_factors(self) -> None:
         """Raise unless each gradient came times the engine's factor, and the same loss scale."""
@@ -266,22 +267,14 @@ class Ticket(torch.autograd.Function):
     """A loss ``()`` as it is; its backward tells the window, whoever calls it and for what."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, window: Window, record: Record) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, leaf: Tensor, window: Window, record: Record) -> Tensor:
         ctx.window, ctx.record = window, record
-        ctx.save_for_backward(loss)  # to know later whether the graph was kept
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.window.begins(ctx, ctx.record, grads[0])
-        return grads[0], None, None
-
-
-def _is_freed(node: Any) -> bool:
-    try:
-        return not node.saved_tensors
-    except RuntimeError:
-        return True
+        ctx.window.begins(ctx.record, grads[0])
+        return grads[0], None, None, None
 
 
 def _near(x: float, y: float) -> bool:
@@ -289,23 +282,14 @@ def _near(x: float, y: float) -> bool:
 
 
 class WindowBlock:
-    """The context manager that ``acc.window(...)`` returns.
-
-    Inside it, fused losses know the factor by which the window will scale them (``expected``).
-    """
+    """The context manager that ``acc.window(...)`` returns."""
 
     def __init__(self, owner: Any, counts: list[Any]) -> None:
         self._owner, self._counts = owner, counts
 
     def __enter__(self) -> Any:
         self._owner._enter(self._counts)
-        owner = weakref.ref(self._owner)  # graphs keep the function, some engines keep graphs
-        self._expecting = expecting(lambda: None if (acc := owner()) is None else acc._expected())
-        self._expecting.__enter__()
         return self._owner
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        try:
-            self._owner._leave(error)
-        finally:
-            self._expecting.__exit__(None, None, None)
+        self._owner._leave(error)

@@ -72,7 +72,10 @@ class LossSum(NamedTuple):
         if isinstance(other, int) and not isinstance(other, bool) and other == 0:
             return self  # sum([...]) starts from 0
         if isinstance(other, (int, float, Tensor)):
-            self._refuse()
+            raise TypeError(
+                f"a number (a regulariser, a router's loss) cannot be added to a LossSum. "
+                f"{_REMEDY}, and its add_auxiliary(term) takes a mean such as a regulariser"
+            )
         return NotImplemented
 
     def __radd__(self, other: object) -> LossSum:
@@ -117,8 +120,7 @@ class LossSum(NamedTuple):
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise TypeError(
-            f"backward(), item(), float(), comparisons and adding a number are not defined for a "
-            f"LossSum. {_REMEDY}"
+            f"backward(), item(), float() and comparisons are not defined for a LossSum. {_REMEDY}"
         )
 
     def __eq__(self, other: object) -> bool:

@@ -77,23 +77,43 @@ def right(name, streaming, rank):
     pipeline.acc = pipeline.make()
     (pipeline.exact(X).square().sum() / 5).backward()
     optimizer = torch.optim.SGD(pipeline.mine.parameters(), lr=0.0)
+    exact = [p.grad for p in pipeline.exact.parameters()]
+    norm = float(torch.nn.utils.get_total_norm(exact))
     for _ in range(2):
         pipeline.run(streaming)
         for layer, i in zip(pipeline.mine, pipeline.of_rank, strict=True):
             assert distance(layer.weight.grad, pipeline.exact[i].weight.grad) <= SAME_MODEL
+        # The norm of all stages, and not that of this rank's.
+        assert float(pipeline.acc.clip_grad_norm_(norm / 4)) == pytest.approx(norm, rel=1e-5)
+        for layer, i in zip(pipeline.mine, pipeline.of_rank, strict=True):
+            clipped = pipeline.exact[i].weight.grad * (norm / 4 / (norm + 1e-6))
+            assert distance(layer.weight.grad, clipped) <= SAME_MODEL
         optimizer.step()
         optimizer.zero_grad()
     return pipeline.acc.metrics()["n_tokens"]
 
 
 def never_zeroed(name, rank):
-    """The mistake that stages without losses can see as well."""
+    """Streaming, the rank of the losses sees it, and tells the others."""
     pipeline = Pipeline(name, rank, scale_grads=False)
     pipeline.acc = pipeline.make()
     optimizer = torch.optim.SGD(pipeline.mine.parameters(), lr=0.0)
-    pipeline.run(False)
+    pipeline.run(True)
     optimizer.step()
-    return ranks.error_of(pipeline.run, False)
+    return ranks.error_of(pipeline.run, True)
+
+
+def inside(name, rank):
+    """What is refused on the rank of the losses, between its micro-batches and the window's end."""
+    pipeline = Pipeline(name, rank, scale_grads=False)
+    pipeline.acc = pipeline.make()
+    optimizer = torch.optim.SGD(pipeline.mine.parameters(), lr=0.0)
+    targets = {"target": LABELS} if pipeline.has_loss else {}
+    pipeline.schedule.step(*pipeline.inputs, **targets)
+    actions = (optimizer.step, lambda: pipeline.acc.clip_grad_norm_(1.0))
+    found = [ranks.error_of(act) for act in actions if pipeline.has_loss]
+    pipeline.mine.zero_grad()
+    return [*found, ranks.error_of(pipeline.acc.finish)]
 
 
 def divides(name, rank):
@@ -106,12 +126,13 @@ CASES = {
     for streaming in (False, True)
 }
 CASES["never zeroed"] = functools.partial(never_zeroed, "Schedule1F1B")
+CASES["inside"] = functools.partial(inside, "Schedule1F1B")
 CASES["divides"] = functools.partial(divides, "Schedule1F1B")
 pipelines = ranks.shared(CASES)
 
 
 @PIPELINES_OVER_GLOO
-@pytest.mark.parametrize("name", list(CASES)[:-2])
+@pytest.mark.parametrize("name", list(CASES)[:-3])
 def test_a_pipeline_equals_one_process(name):
     assert pipelines(name) == [10, 10]
 
@@ -124,20 +145,16 @@ def test_a_missing_zero_grad_is_named_on_all_stages():
 
 
 @PIPELINES_OVER_GLOO
+def test_guards_of_a_pipeline():
+    (on_first,), (step, clip, on_last) = pipelines("inside")
+    assert "SGD.step() inside an open window: 4 micro-batches" in step
+    assert "cannot clip gradients: 4 micro-batches" in clip
+    assert "no parameter given has a .grad" in on_first
+    assert "no parameter given has a .grad" in on_last
+
+
+@PIPELINES_OVER_GLOO
 def test_a_schedule_that_divides_gradients_is_refused_before_it_begins():
     for error in pipelines("divides"):
         assert "Schedule1F1B would divide all gradients by its number of micro-batches" in error
         assert "make it with scale_grads=False" in error
-
-
-def needs_its_stages(rank):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    for model, watch in ((None, True), (torch.nn.Linear(2, 2), False)):
-        error = ranks.error_of(
-            LossAccumulator.from_mesh, mesh, [], model, pipeline_dim="pp", watch=watch
-        )
-        assert "pipeline_dim needs model=" in error
-
-
-def test_a_pipeline_is_given_its_stages():
-    ranks.shared({"stages": needs_its_stages})("stages")

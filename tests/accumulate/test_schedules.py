@@ -7,6 +7,7 @@ import os
 import random
 
 import pytest
+import torch
 import torch.distributed as dist
 from support import ranks
 from support.bounds import SAME_SUMS
@@ -29,6 +30,19 @@ SCHEDULES = {
 }
 
 
+KINDS = [
+    "before", "backward", "count", "more", "fewer", "elsewhere",
+    "undone", "stepped", "left", "clipped",
+]  # fmt: skip
+
+
+def is_mistake(kind, streaming, where, n_micro):
+    """Whether a kind of failure is one in this window."""
+    if kind == "stepped":  # (streaming, the others would wait for the timeout)
+        return not streaming and where < n_micro - 1
+    return streaming or kind not in ("left", "clipped")
+
+
 def random_schedule(seed, rank):
     """Run windows of all ranks, one of which may fail; return the results or errors of each.
 
@@ -44,7 +58,9 @@ def random_schedule(seed, rank):
         streaming, M = rng.random() < 0.5, rng.randint(1, 3)
         sizes = [[rng.choice([0, 0, 1, 4, 30]) for _ in range(M)] for _ in range(world)]
         failing, where = rng.choice([None, *range(world)]), rng.randrange(M)
-        kind = rng.choice(["before", "backward", "count", "more", "fewer", "elsewhere"])
+        kind = rng.choice(KINDS)
+        if not is_mistake(kind, streaming, where, M):
+            failing = None
         parts = [batches(sizes[r], 1000 * seed + 10 * window + r) for r in range(world)]
         weight.grad, fails = None, failing == rank
         error, seconds = ranks.timed(
@@ -76,8 +92,12 @@ def one_window(acc, weight, micro, streaming, failure, where):
     if failure == "elsewhere":
         LossMeter().compute() if not acc.metrics()["n_windows"] else acc.finish()
     if streaming:
+        if failure == "left":
+            weight.grad = weight.detach().clone()
         with contextlib.suppress(ZeroDivisionError, ValueError):
             run(acc, weight, micro, failure, where)
+        if failure == "clipped":
+            torch.nn.utils.clip_grad_norm_([weight], 1e-3)
         acc.finish()
     else:
         with acc.window(counts):
@@ -89,7 +109,12 @@ def run(acc, weight, micro, failure, where):
         out = fused_ce(hidden, weight, labels)
         if failure == "before" and i == where:
             raise ValueError("a bug in the loop")
+        if failure == "undone" and i == where:
+            acc.scale(out)
+            continue
         acc.backward(raising(out) if failure == "backward" and i == where else out)
+        if failure == "stepped" and i == where:
+            torch.optim.SGD([weight], lr=0.0).step()
 
 
 def schedules(first, last, rank):

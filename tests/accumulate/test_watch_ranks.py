@@ -1,4 +1,4 @@
-"""The watch under engines that replace gradients, or hold them: no alarm in right code.
+"""Every guard and clipping under engines that replace gradients, or hold them.
 
 Each engine trains windows of one or two micro-batches, as they should be and with a mistake.
 """
@@ -20,9 +20,10 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedce import LossAccumulator
+from fusedce import LossAccumulator, fused_ce
 
 EITHER = (False, True)
 
@@ -85,26 +86,23 @@ ENGINES = {
     "fsdp2, fp32": (fsdp2(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)), sync_last),
     "hsdp": (hsdp, all_reduce_last),
 }
-LEFT, ZEROED = "zero_grad() is missing", "zero_grad() was called inside a window"
-WRITTEN, LATE = "changed inside a window by something", "between the last micro-batch and finish"
-# DDP with views makes its buckets anew once, and forgets whose gradients they hold: there a missing
-# zero_grad is named a step later.
-MISTAKES = {  # name: words of the error
-    None: None,
-    "never zeroed": LEFT,
-    "zeroed inside": (ZEROED, WRITTEN),
-    "clipped before finish": LATE,
-}
+LEFT, LATE = "zero_grad() is missing", "between the last micro-batch and finish"
+STEP = "SGD.step() inside an open window: 1 "
+EMPTY, NO_CLIPPING = "no parameter given has a .grad to correct", "cannot clip gradients"
 
 
-def norms(model):
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=False)
+def is_plain(name):
+    """Whether gradients are no DTensors, so that their versions show what clips them."""
+    return not name.startswith(("fsdp2", "hsdp"))
 
 
-def train(model, silent, streaming, mistake, to_none, rank):
-    """The gradients of each window; raises what the accumulator does."""
-    acc = LossAccumulator(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+def train(model, acc, silent, streaming, rank, *, inside=None, last=None, after=None):
+    """The gradients of each window; ``inside``, ``last`` and ``after`` are run in it or after it.
+
+    Raises what the accumulator does.
+    """
+    parameters = list(model.parameters())  # after a forward FSDP2's module may show others
+    optimizer = torch.optim.SGD(parameters, lr=0.0)
     found = []
     for window in range(len(parallel.WINDOWS)):
         micro = parallel.micro_batches(window, rank)
@@ -112,50 +110,89 @@ def train(model, silent, streaming, mistake, to_none, rank):
 
         def loop(micro=micro):
             for i, one in enumerate(micro):
-                last = i == len(micro) - 1
-                if i and mistake == "zeroed inside":
-                    model.zero_grad(set_to_none=to_none)
-                with silent(model, last) if silent else contextlib.nullcontext():
+                if i and inside:
+                    inside(optimizer)
+                is_last = i == len(micro) - 1
+                with silent(model, is_last) if silent else contextlib.nullcontext():
                     acc.backward(model(*one))
-            if mistake == "clipped before finish":
-                norms(model)
+            if last:
+                last(model)
 
         windowed(acc, streaming, None, counts, loop)
-        found.append([parallel.whole(p.grad) for p in model.parameters() if p.grad is not None])
+        if after:
+            after(window)
+        found.append([parallel.whole(p.grad) for p in parameters if p.grad is not None])
         optimizer.step()
-        if mistake != "never zeroed":
-            model.zero_grad(set_to_none=to_none)
+        if after is not keep:
+            optimizer.zero_grad(set_to_none=window % 2 == 0)
     return found
+
+
+def keep(window):
+    """Leave gradients for the next window."""
+
+
+def stepped(optimizer):
+    optimizer.step()
+
+
+def clipped(model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def evaluated(model):
+    """A forward pass between the last backward and the window's end is no write."""
+    with torch.no_grad():
+        model(*parallel.micro_batches(0, 0)[0])
+
+
+def assert_equal(name, found, exact, case):
+    if name.startswith("fsdp1"):
+        return  # its flat gradients are compared in other tests
+    for grads, right in zip(found, exact, strict=True):
+        for p, grad in zip(grads, right, strict=True):
+            assert distance(p, grad) <= SAME_SUMS, case
 
 
 def engine(name, rank):
     make, silent = ENGINES[name]
     exact = parallel.single_process(2, rate=0.0)[0]
-    cases = itertools.product(
-        EITHER, MISTAKES.items(), EITHER, (None, silent) if silent else (None,)
-    )
-    for streaming, (mistake, words), to_none, how in cases:
-        if mistake == "clipped before finish" and (not streaming or "frozen" in name):
-            continue
-        # FSDP holds what zero_grad would reach; FSDP1 itself writes beside a frozen parameter.
-        if mistake == "zeroed inside" and ((how and "ddp" not in name) or "frozen" in name):
-            continue
-        case = name, streaming, mistake, to_none, how is not None
-        try:
-            found, error = train(make(), how, streaming, mistake, to_none, rank), None
-        except RuntimeError as raised:
-            found, error = None, str(raised)
-        if words is None:
-            assert error is None, (case, error)
-            if "fsdp1" not in name:  # its flat gradients are compared in other tests
-                for grads, right in zip(found, exact, strict=False):
-                    for p, grad in zip(grads, right, strict=True):
-                        assert distance(p, grad) <= SAME_SUMS, case
-        else:
-            assert error is not None, case
-            assert any(x in error for x in ((words,) if isinstance(words, str) else words)), (
-                case, error,
-            )  # fmt: skip
+    norms = [float(torch.nn.utils.get_total_norm(grads)) for grads in exact]
+    for streaming, how in itertools.product(EITHER, (None, silent) if silent else (None,)):
+        case = name, streaming, how is not None
+        model = make()
+        found = train(model, LossAccumulator(model), how, streaming, rank, last=evaluated)
+        assert_equal(name, found, exact, case)
+
+        model = make()
+        acc = LossAccumulator(model)
+
+        def clips(window, acc=acc, case=case):
+            norm = acc.clip_grad_norm_(norms[window] / 4)
+            assert type(norm) is torch.Tensor
+            assert float(norm) == pytest.approx(norms[window], rel=1e-5), case
+
+        found = train(model, acc, how, streaming, rank, after=clips)
+        rounded = [[g * (n / 4 / (n + 1e-6)) for g in x] for x, n in zip(exact, norms, strict=True)]
+        assert_equal(name, found, rounded, case)
+
+        del acc, clips  # one accumulator of these ranks at a time
+        mistakes = [(STEP, {"inside": stepped}), (NO_CLIPPING, {})]
+        if streaming:
+            mistakes.append((LEFT, {"after": keep}))
+            if is_plain(name) and "frozen" not in name:
+                mistakes.append((LATE, {"last": clipped}))
+            mistakes.append((EMPTY, {}))
+        for words, what in mistakes:
+            model = make()
+            other = make() if words == EMPTY else model
+            acc = LossAccumulator(other)
+            if words == NO_CLIPPING:
+                what = {"inside": lambda _, acc=acc: acc.clip_grad_norm_(1.0)}
+            error = ranks.error_of(train, model, acc, how, streaming, rank, **what)
+            del acc, what
+            assert error is not None, (case, words)
+            assert words in error, (case, words, error)
 
 
 engines = ranks.shared({name: functools.partial(engine, name) for name in ENGINES})
@@ -231,36 +268,88 @@ def test_gradients_held_inside_are_refused_and_dropped(rank):
 @FSDP2_MEAN
 @on_two_ranks
 def test_gradients_that_an_accumulator_finds_inside_are_named(rank):
+    """A streaming window would rescale them."""
     model = fsdp2()()
     model.set_requires_gradient_sync(False)
     model(*micro_of(rank)[0][0]).mean().backward()
     acc = LossAccumulator(model)
-    error = error_of(acc, model, rank, False, model.set_requires_gradient_sync)
+    error = error_of(acc, model, rank, True, model.set_requires_gradient_sync)
     assert "FSDP2 still holds gradients inside, of micro-batches before this window" in error
 
 
 @FSDP2_MEAN
 @on_two_ranks
-def test_a_plain_model_is_watched_beside_one_of_fsdp2(rank):
-    fully_shard(parallel.Model())
-    model = parallel.Model()
-    acc = LossAccumulator(model)
-
-    def zeroes(last):
-        model.zero_grad()
-
-    assert WRITTEN in error_of(acc, model, rank, True, zeroes)
-
-
-@FSDP2_MEAN
-@on_two_ranks
-def test_a_list_of_fsdp2s_parameters_is_refused_where_it_hides_gradients(rank):
+def test_a_list_of_fsdp2s_parameters_is_right_or_has_nothing_to_divide(rank):
+    """The list does not know what FSDP2 holds inside."""
     model = fsdp2()()
-    acc = LossAccumulator(model.parameters())
-    assert error_of(acc, model, rank, False) is None
-    model.zero_grad()
-    error = error_of(acc, model, rank, False, model.set_requires_gradient_sync)
-    assert "with FSDP2 the module and not its parameters" in error
+    for streaming in EITHER:
+        acc = LossAccumulator(model.parameters())
+        assert error_of(acc, model, rank, streaming, model.set_requires_gradient_sync) is None
+        assert_exact(model)
+        model.zero_grad()
+    model.set_requires_gradient_sync(False)
+    assert EMPTY in error_of(acc, model, rank, True)
+
+
+# ---- clipping where torch's norm is that of one rank --------------------------------------------
+
+
+@on_two_ranks
+def test_clipping_of_a_part_is_refused(rank):
+    """FSDP1 around a part of a model, or its parameters in a list; a plain shard of a head."""
+    whole = fsdp1(True)()
+    model = parallel.Model()
+    model.body = FullyShardedDataParallel(
+        model.body, use_orig_params=True, device_id=torch.device("cpu")
+    )
+    for trained, given in ((whole, whole.parameters()), (model, model)):
+        acc = LossAccumulator(given)
+        assert error_of(acc, trained, rank, False, lambda last: None) is None
+        with pytest.raises(RuntimeError, match="needs FSDP1 around the whole model"):
+            acc.clip_grad_norm_(1.0)
+        del acc
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    shard = parallel.Model().head.weight.detach().chunk(2)[rank].clone().requires_grad_()
+    hidden, labels = parallel.micro_batches(0, 0)[0]
+    acc = LossAccumulator.from_mesh(mesh, [], [shard])
+    acc.backward(fused_ce(hidden, shard, labels, process_group=mesh.get_group()))
+    acc.finish()
+    with pytest.raises(RuntimeError, match=r"1 of 2 ranks share this window.*DTensor.from_local"):
+        acc.clip_grad_norm_(1.0)
+
+
+@on_two_ranks
+def test_a_dtensor_of_a_vocabulary_is_guarded_and_clipped(rank):
+    """Writes into it are not seen before finish: torch notes none."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    weight = parallel.Model().head.weight.detach()
+    shard = torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+    hidden, labels = parallel.micro_batches(0, 0)[0]
+    exact = weight.clone().requires_grad_()
+    fused_ce(hidden, exact, labels).mean().backward()
+    optimizer = torch.optim.SGD([shard], lr=0.0)
+    acc = LossAccumulator.from_mesh(mesh, [], [shard])
+
+    def loop(then=lambda: None):
+        acc.backward(fused_ce(hidden, shard, labels))
+        then()
+
+    for streaming in EITHER:
+        windowed(acc, streaming, None, [5], loop)
+        assert distance(parallel.whole(shard.grad), exact.grad) <= SAME_SUMS
+        norm = acc.clip_grad_norm_(float(exact.grad.norm()) / 2)
+        assert float(norm) == pytest.approx(float(exact.grad.norm()), rel=1e-5)
+        assert distance(parallel.whole(shard.grad), exact.grad / 2) <= 1e-5
+        if streaming:
+            loop()
+            with pytest.raises(RuntimeError, match="zero_grad"):
+                acc.finish()
+            acc.discard_window()
+        shard.grad = None
+    for refused in (optimizer.step, lambda: acc.clip_grad_norm_(1.0)):
+        with pytest.raises(RuntimeError, match=r"SGD.step\(\) inside|cannot clip"):
+            loop(refused)
+        acc.discard_window()
 
 
 @pytest.mark.parametrize("views", EITHER)

@@ -67,6 +67,9 @@ def test_what_asks_for_a_loss_is_told_how_to_get_one():
     for use in ASKS_FOR_A_LOSS:
         with pytest.raises(TypeError, match=r"LossSum\. .*\.mean\(\).*LossAccumulator"):
             use(a_sum(2, 3))
+    for regulariser in (1.0, torch.tensor(1.0)):
+        with pytest.raises(TypeError, match=r"regulariser.*add_auxiliary\(term\)"):
+            a_sum(2, 3) + regulariser
     for use in HAS_NO_MEANING:
         with pytest.raises(TypeError, match="unsupported operand"):
             use(a_sum(2, 3))

@@ -67,6 +67,31 @@ def test_micro_batches_are_the_whole_batch(declared):
     assert acc.metrics()["n_tokens"] == int((labels != -100).sum())
 
 
+def test_a_device_tells_what_is_done_with_a_loss():
+    """``autograd.grad`` is no micro-batch, ``backward(inputs=)`` is, and clipping shows."""
+    weight, hidden = (torch.randn(n, 8, device=current(), requires_grad=True) for n in (31, 5))
+    labels = torch.arange(5, device=current())
+    acc = fusedce.LossAccumulator([weight])
+
+    def scaled():
+        return acc.scale(fusedce.fused_ce(hidden, weight, labels, backend="torch"))
+
+    loss = scaled()
+    torch.autograd.grad(loss, hidden, retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad adds none"):
+        acc.finish()
+    loss.backward(inputs=[weight])
+    acc.finish()
+    assert acc.metrics()["n_tokens"] == 5
+    assert float(acc.clip_grad_norm_(1e-3)) > 1e-3
+    assert float(weight.grad.norm()) == pytest.approx(1e-3, rel=1e-3)
+    weight.grad = None
+    scaled().backward()
+    torch.nn.utils.clip_grad_norm_([weight], 1e-3)
+    with pytest.raises(RuntimeError, match="changed between the last micro-batch"):
+        acc.finish()
+
+
 def test_a_step_of_the_trainer_with_the_mixin(tmp_path):
     class Trainer(fusedce.FusedTrainerMixin, transformers.Trainer):
         pass

@@ -15,7 +15,6 @@ from support.bounds import STATISTIC
 from support.oracle import finished_logits, token_stats
 from support.params import QUICK_ON_TORCH
 
-import fusedce
 from fusedce import fused_ce, fused_cross_entropy, fused_kl, fused_logprobs, reference_ce
 from fusedce.backends.torch import logit_tiles, products
 from fusedce.contract.objective import expecting
@@ -279,22 +278,9 @@ def in_block(h, w, b, y, *, backend, factor=3 / 1234):
     return loss * (factor.float() if isinstance(factor, torch.Tensor) else factor)
 
 
-def in_window(h, w, b, y, *, backend):
-    """One micro-batch, and one that trains nothing here, of a declared window."""
-    acc = fusedce.LossAccumulator(backward_divisor=3)
-    few = y.index_fill(0, torch.arange(len(y) // 2), -100)
-    leaves = [t.detach().requires_grad_() for t in (h, w, b)]
-    with acc.window([fusedce.count_valid(y), fusedce.count_valid(few)]):
-        acc.backward(fused_ce(*leaves[:2], y, bias=leaves[2], backend=backend))
-        acc.scale(fused_ce(h.detach(), w.detach(), few, bias=b.detach(), backend=backend))
-    # A loss whose gradients these are.
-    return sum((t * leaf.grad).sum() for t, leaf in zip((h, w, b), leaves, strict=True))
-
-
 KNOWN = {
     "a number": in_block,
     "a tensor": partial(in_block, factor=torch.tensor(3 / 1234, dtype=torch.float64)),
-    "a window": in_window,
 }
 
 
