@@ -113,9 +113,9 @@ def run(report: str | None, module: bool, target: str, arguments: tuple[str, ...
     """Run SCRIPT, unchanged, with fused losses.
 
     Each model of transformers with an output head has it replaced when it is made. Each Trainer,
-    SFTTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer and DistillationTrainer gets its
-    mixin. Nothing else changes: output, tracebacks and exit status are the script's. One line on
-    standard error says at the end what was touched, and what was not and why.
+    Seq2SeqTrainer and SFTTrainer gets FusedTrainerMixin. Nothing else changes: output, tracebacks
+    and exit status are the script's. One line on standard error says at the end what was touched,
+    and what was not and why.
 
     On several processes: torchrun ... -m fusedce run SCRIPT, or the same with accelerate launch.
     """

@@ -23,7 +23,7 @@ def run(code):
 
 
 def test_every_public_name_is_there():
-    for name in [*fusedce.__all__, "recipes", "sharded", "testing", "trainer_rl"]:
+    for name in [*fusedce.__all__, "recipes", "sharded", "testing"]:
         assert getattr(fusedce, name) is not None
     assert set(fusedce.__all__) <= set(dir(fusedce))
     with pytest.raises(AttributeError, match=r"module 'fusedce' has no attribute 'fused_cd'"):
