@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from fusedce.contract.explain import misplaced, not_a_tensor
 from fusedce.contract.problem import FINITE, NUMBERS, RANGES, Problem, acc_dtype
 
 _LARGEST = torch.iinfo(torch.int64).max
@@ -141,7 +140,7 @@ def check_tensor_types(problem: Problem) -> None:
     for name in ("hidden", "weight", "labels", "bias"):
         tensor = getattr(problem, name)
         if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):
-            raise not_a_tensor(name, tensor)
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor is not None and (tensor.is_nested or tensor.layout is not torch.strided):
             kind = "a nested one" if tensor.is_nested else tensor.layout
             raise TypeError(f"{name} must be a dense tensor, got {kind}")
@@ -212,8 +211,7 @@ def check_tensors(problem: Problem) -> None:
     H = hidden.shape[-1]
     if weight.dim() != 2 or weight.shape[1] != H or len(weight) == 0:
         raise ValueError(
-            f"weight must be (V, H) with V >= 1 and H={H} (from hidden), got "
-            f"{tuple(weight.shape)}" + misplaced(problem)
+            f"weight must be (V, H) with V >= 1 and H={H} (from hidden), got {tuple(weight.shape)}"
         )
     if labels.is_floating_point() and labels.shape == (*hidden.shape[:-1], len(weight)):
         raise TypeError(
@@ -224,7 +222,7 @@ def check_tensors(problem: Problem) -> None:
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(
             f"labels must have the leading shape of hidden {tuple(hidden.shape[:-1])}, "
-            f"got {tuple(labels.shape)}" + misplaced(problem)
+            f"got {tuple(labels.shape)}"
         )
     if labels.dtype != torch.int64:
         check_labels(labels)
@@ -246,7 +244,7 @@ def check_are_tensors(**given: object) -> None:
     """Raise ``TypeError`` unless all arguments, by their names, are tensors."""
     for name, x in given.items():
         if not isinstance(x, Tensor):
-            raise not_a_tensor(name, x)
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
 
 
 def check_device(name: str, x: Tensor, hidden: Tensor) -> None:

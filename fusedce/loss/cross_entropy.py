@@ -14,7 +14,6 @@ from fusedce.autograd import dispatch
 from fusedce.backends.shards import ALL_HERE
 from fusedce.contract.checks import check_choice, check_unsharded, checked, is_sharded
 from fusedce.contract.divergence import targets_of
-from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.labels import shift_labels
 from fusedce.contract.objective import expected, weights_and_count
@@ -31,7 +30,6 @@ Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = get_args(Reduction)
 
 
-@explains_names
 def fused_cross_entropy(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
     weight: Tensor,  # (V, H) floats
@@ -178,8 +176,7 @@ def _of_probabilities(problem: Problem, sharding: Any, reduction: str) -> Tensor
 class FusedLinearCrossEntropyLoss(nn.Module):
     """A module for ``loss(weight, hidden, labels, bias)``, Liger-Kernel's order of arguments.
 
-    The options are those of :func:`fusedce.fused_cross_entropy`; an option or argument under
-    another library's name is an error that gives the name here.
+    The options are those of :func:`fusedce.fused_cross_entropy`.
 
     Examples:
         >>> loss = FusedLinearCrossEntropyLoss(ignore_index=0, label_smoothing=0.1)
@@ -191,14 +188,10 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         ignore_index, softcap, logit_scale, label_smoothing, z_loss, class_weight, reduction,
             chunk_tokens, memory_budget, backend: as in :func:`fusedce.fused_cross_entropy`.
             ``class_weight (V,)`` becomes a buffer, which moves with the module and is not saved.
-
-    Raises:
-        TypeError: an unknown option; the message gives the name here, if it is a known one.
     """
 
     class_weight: Tensor | None
 
-    @explains_names
     def __init__(
         self,
         *,
@@ -227,7 +220,6 @@ class FusedLinearCrossEntropyLoss(nn.Module):
             "backend": backend,
         }
 
-    @explains_names
     def forward(
         self,
         weight: Tensor,  # (V, H)
@@ -255,7 +247,6 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
-@explains_names
 def linear_cross_entropy(
     hidden: Tensor,  # (..., T, H) fp32, bf16, fp16 or fp64
     weight: Tensor,  # (V, H) floats
