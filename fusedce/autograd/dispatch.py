@@ -3,7 +3,7 @@
 ====================================  ===========================================================
 plain, no gradient, no argmax         one pass over tiles of logits, which are not kept
 a gradient of the sum                 chunks of logits, gradients taken in the forward pass
-a divergence, given probabilities     the same, with a gradient or without
+a divergence                          the same, with a gradient or without
 options or argmax without gradient    sum of the tokens' losses, from their statistics
 entropy or log-sum-exp monitored      the same
 label smoothing                       the same, unless exponentials are held in float32
@@ -100,7 +100,7 @@ def _prepared(task: Task) -> Task:
         transforms = torch._C._functorch.get_interpreter_stack()
         if transforms or forward_ad._current_level >= 0:
             _refuse_forward_mode(problem, transforms or ())
-    if divergence is None and problem.class_weight is not None:
+    if problem.class_weight is not None:
         problem = fold_class_weight(problem)
     backend = resolve_backend(problem.backend, problem.hidden)
     if backend != problem.backend:

@@ -56,7 +56,7 @@ class Backend(Protocol):
         """Gradients with factors of each token's own, from logits ``kept``, or computed anew."""
 
     def divergence_and_grads(self, task: Task) -> Summed:
-        """Losses ``(N,)`` against a teacher or given probabilities; gradients as above."""
+        """Losses ``(N,)`` against a teacher; gradients as above."""
 
     def scale_(self, x: Tensor, factor: Tensor) -> None:
         """``x *= factor``, a 0-d tensor, in place; 0 stays 0, and nothing is written for 1."""

@@ -216,8 +216,9 @@ def check_tensors(problem: Problem) -> None:
     if labels.is_floating_point() and labels.shape == (*hidden.shape[:-1], len(weight)):
         raise TypeError(
             f"labels must be int64 or int32 class indices, got {labels.dtype} of shape "
-            f"{tuple(labels.shape)}: class probabilities are labels of fused_cross_entropy. For "
-            f"few classes per token see fusedce.recipes.distillation_loss"
+            f"{tuple(labels.shape)}: class probabilities hold as many bytes as the logits. For a "
+            f"teacher's head take fused_kl, for its likeliest K classes labels (N, K) of "
+            f"fused_logprobs, as recipes.distillation_loss does; else F.cross_entropy of the logits"
         )
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(

@@ -88,15 +88,6 @@ def test_tangents_of_weights_and_temperatures_are_refused(name):
             LOSSES[loss](*leaves, labels, **{name: ones})
 
 
-def test_a_tangent_of_class_probabilities_is_refused():
-    hidden, weight, _ = (x.detach() for x in inputs())
-    given = torch.rand(len(hidden), len(weight))
-    with forward_ad.dual_level():
-        with pytest.raises(ValueError, match="must not require grad, or have a tangent"):
-            fused_cross_entropy(hidden, weight, forward_ad.make_dual(given, given))
-        fused_cross_entropy(hidden, weight, given)
-
-
 @EACH_LOSS
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_second_derivatives_are_refused(loss, backend):

@@ -35,11 +35,6 @@ def with_options(hidden, weight, labels):
     return (each + torch.where(labels == -100, 0, 0.05 * z.logsumexp(-1) ** 2)).sum()
 
 
-def probabilities(hidden, labels):
-    own = labels.clamp(min=0)[..., None] == torch.arange(V)
-    return own.to(hidden) / 2 + 1 / (2 * V)
-
-
 def divergence(hidden, weight, labels):
     q = F.linear(hidden, weight).log_softmax(-1)
     p = F.linear(hidden.detach() + 1, weight.detach()).log_softmax(-1)
@@ -60,10 +55,6 @@ LOSSES = {
     "none, options": (
         lambda *x, **o: fused_cross_entropy(*x, reduction="none", **OPTIONS, **o).sum(),
         with_options,
-    ),
-    "probabilities": (
-        lambda h, w, y, backend: fused_cross_entropy(h, w, probabilities(h, y), reduction="sum"),
-        lambda h, w, y: plain(h, w, probabilities(h, y)),
     ),
     "divergence": (
         lambda h, w, y, backend: fused_kl(

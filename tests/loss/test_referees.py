@@ -37,8 +37,6 @@ def inputs(dtype=torch.float32):
 
 def functions(teacher):
     """Functions by name, each giving one differentiable number from hidden and weight."""
-    given = torch.linspace(0.1, 1, N * V, dtype=torch.float64).view(N, V)
-    given = given.to(teacher[0].dtype).softmax(-1)
     ce, kl = fusedce.fused_cross_entropy, fusedce.fused_kl
     return {
         "fused_ce": lambda h, w: fusedce.fused_ce(h, w, LABELS, softcap=5.0, z_loss=0.1).loss_sum,
@@ -47,7 +45,6 @@ def functions(teacher):
         'fused_cross_entropy(reduction="none")': lambda h, w: (
             ce(h, w, LABELS, reduction="none").square().sum()
         ),
-        "fused_cross_entropy(class probabilities)": lambda h, w: ce(h, w, given),
         "fused_logprobs": lambda h, w: sum_of_statistics(
             fusedce.fused_logprobs(h, w, LABELS, temperature=0.7)
         ),
@@ -277,9 +274,6 @@ def calls(backend):
     yield fusedce.fused_argmax, (), logits
     yield fusedce.fused_kl, (*teacher, labels), of_pair | {"monitor": ("correct", "entropy")}
     yield fusedce.fused_kl_tokens, (*teacher, labels), of_pair
-    if backend == "torch":  # which class probabilities are of
-        given = torch.linspace(0.1, 1, N * V).view(N, V).softmax(-1)
-        yield fusedce.fused_cross_entropy, (given,), logits | terms | of_classes
 
 
 def trained_and_evaluated(function, arguments, options):

@@ -6,7 +6,7 @@ import mmap
 import torch
 import torch.distributed as dist
 
-from fusedce import fused_ce, fused_cross_entropy, fused_kl, fused_logprobs, replace_loss_head
+from fusedce import fused_ce, fused_kl, fused_logprobs, replace_loss_head
 from fusedce.sharded import sharded_logprobs
 
 N, H, V = 1024, 64, 16384  # fp32 logits: 64 MiB; weight and its gradient: 4 MiB each
@@ -43,21 +43,18 @@ def step(dtype: str, grad: bool, memory_budget: int | None = None):
     return measured(made, dtype, grad)
 
 
-def compared(dtype: str, memory_budget: int, divergence: str | None):
-    """A step of a divergence from a teacher; of given probabilities where it is ``None``."""
+def compared(dtype: str, memory_budget: int, divergence: str):
+    """A step of a divergence from a teacher."""
 
     def made(hidden, weight, rng):
         n, v = len(hidden), len(weight)
-        if divergence is None:
-            given = torch.rand(n, v, generator=rng).to(hidden)
-            loss = functools.partial(fused_cross_entropy, hidden, weight, given)
-        else:
-            teacher = (torch.randn(x, 2 * H, generator=rng).to(hidden) / 10 for x in (n, v))
-            loss = functools.partial(fused_kl, hidden, weight, *teacher, divergence=divergence)
+        teacher = [torch.randn(x, 2 * H, generator=rng).to(hidden) / 10 for x in (n, v)]
 
         def run():
-            out = loss(memory_budget=memory_budget)
-            (out if divergence is None else out.mean()).backward()
+            out = fused_kl(
+                hidden, weight, *teacher, divergence=divergence, memory_budget=memory_budget
+            )
+            out.mean().backward()
 
         return run
 
