@@ -136,7 +136,16 @@ def _in_float(weights: Tensor) -> Tensor:
 
 
 def check_tensor_types(problem: Problem) -> None:
-    """Raise ``TypeError`` unless hidden, weight, labels and bias are dense tensors."""
+    """Raise ``TypeError`` unless hidden, weight, labels and bias are dense tensors.
+
+    Inside a transform of ``torch.func``, raise ``RuntimeError``: it sees none of our derivatives.
+    """
+    if transformed():
+        raise RuntimeError(
+            "fusedce works in no transform of torch.func (grad, vmap, jacrev, jvp ...): use "
+            "loss.backward() or torch.autograd.grad, or F.cross_entropy(F.linear(hidden, weight, "
+            "bias), labels) inside the transform"
+        )
     for name in ("hidden", "weight", "labels", "bias"):
         tensor = getattr(problem, name)
         if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):

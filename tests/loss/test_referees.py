@@ -125,20 +125,6 @@ def other_default(name):
             torch.testing.assert_close(got, expected, **EXACT)
 
 
-def func_grad(name):
-    def grad(function):
-        def run(h, w):
-            gradients, out = torch.func.grad_and_value(function, argnums=(0, 1))(h, w)
-            return torch.stack([out, *(x.square().sum() for x in gradients)])
-
-        return run
-
-    leaves, teacher = inputs()
-    found = grad(functions(teacher)[name])(*leaves)
-    out, *gradients = plain(name)
-    assert_equal(list(found), [out, *(x.square().sum() for x in gradients)])
-
-
 def assert_equal(found, expected):
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=SAME_SUMS, atol=SAME_SUMS)  # of terms of size 1
@@ -155,7 +141,6 @@ WAYS = {
     "anomaly mode": anomaly,
     "threads": in_threads,
     "inference mode": inference,
-    "func.grad": func_grad,
     "other default dtype": other_default,
 }
 
