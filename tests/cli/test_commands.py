@@ -84,14 +84,8 @@ WRONG_NUMBERS = ["", "x", "0", "-1", "1.5", "nan", "inf"]
             for x in ("H300", "0")
         ],
         (["plan"], "Missing argument 'MODEL'"),
-        (["check", "no/such/folder"], "there is no folder or file"),
-        (["check", "64,1000"], "is no folder, file, class or model type"),
         *[(["audit", f"--steps={n}"], "--steps") for n in WRONG_NUMBERS],
-        *[
-            ([*command, f"--dtype={x}"], "--dtype")
-            for command in (["plan", "64,1000"], ["check", "llama"])
-            for x in ("", "fp64")
-        ],
+        *[(["plan", "64,1000", f"--dtype={x}"], "--dtype") for x in ("", "fp64")],
         (["nothing"], "No such command 'nothing'"),
     ],
 )
@@ -183,7 +177,7 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path):
     assert f"cannot read {tmp_path}" in " ".join(done.stderr.split())
 
 
-# ---- doctor and progress -------------------------------------------------------------------------
+# ---- doctor --------------------------------------------------------------------------------------
 
 
 def test_the_doctor_reports():
@@ -227,28 +221,6 @@ def test_tested_versions_are_those_of_the_constraints():
     assert {p: (v[0], v[-1]) for p, v in pinned.items()} == TESTED
 
 
-def test_a_long_command_says_how_far_it_is():
-    from fusedce.tools import check
-
-    lines = []
-    check.check("llama", dtype="bf16", progress=lines.append)
-    assert lines == [
-        "building llama small", "running it as it is, in float32", "running it as it is, in bf16",
-        "running it with a replaced head",
-    ]  # fmt: skip
-
-
-def test_a_missing_package_is_named_before_the_work(monkeypatch):
-    import importlib.util
-
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda x: None if x == "peft" else found(x))
-    done = call("check", "llama", "--peft")
-    assert done.exit_code == 1
-    assert done.stderr.strip().endswith("peft is missing: pip install 'peft'")
-    assert "building" not in done.stderr
-
-
 # ---- audit ----------------------------------------------------------------------------
 
 
@@ -266,12 +238,12 @@ def test_the_audit_tells_a_wrong_loop_from_a_right_one():
 
 @pytest.mark.parametrize("said", ["CUDA out of memory.", "can't allocate memory: 4 bytes"])
 def test_a_model_that_memory_does_not_hold(monkeypatch, said):
-    from fusedce.tools import check
+    from fusedce.tools import plan
 
-    def build(*args, **kwargs):
+    def planned(*args, **kwargs):
         raise RuntimeError(f"{said}\nand where")
 
-    monkeypatch.setattr(check, "build", build)
-    done = call("check", "llama")
+    monkeypatch.setattr(plan, "plan", planned)
+    done = call("plan", "64,1000")
     assert (done.exit_code, type(done.exception)) == (1, SystemExit), done.exception
     assert done.stderr.splitlines()[-1] == f"Error: this machine's memory does not hold it: {said}"
