@@ -12,7 +12,7 @@ several classes, beside a teacher; whole or sharded. Eager code runs them in one
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -122,9 +122,7 @@ def compute_stats(task: Task, kept: Tensor | None = None) -> tuple[Tensor, ...]:
             found = backend.token_stats(problem, wanted, to_fill, kept)
         else:
             found = backend.token_stats(problem, wanted, to_fill)
-        top = found.top if _needs_top(problem, wanted) else z.new_empty(0)
-        if top is None:  # torch computes in Triton's place, in backward too, and needs none
-            top = torch.zeros_like(found.nll)
+        top = cast(Tensor, found.top) if _needs_top(problem, wanted) else z.new_empty(0)
         return *found[:4], z, top, found.n_valid, argmax
 
 

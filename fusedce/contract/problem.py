@@ -22,10 +22,6 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-TRITON_ELSE_TORCH = "triton, else torch"
-"""The default backend of a GPU: torch computes where the kernels cannot be built or launched."""
-
-
 class Problem(NamedTuple):
     """Inputs and options of a loss.
 
@@ -49,7 +45,7 @@ class Problem(NamedTuple):
     z_loss: float = 0.0
     chunk_tokens: int | None = None
     memory_budget: int | None = None  # bytes beside inputs and gradients
-    backend: str | None = None  # "torch", "triton" or TRITON_ELSE_TORCH once one is chosen
+    backend: str | None = None  # "torch" or "triton" once one is chosen
 
     def replace(self, **changes: Any) -> Problem:
         """The problem with other values in some fields."""
@@ -70,7 +66,7 @@ class Problem(NamedTuple):
 
     def by_triton(self) -> bool:
         """Whether Triton's kernels compute, once a backend has been chosen."""
-        return self.backend in ("triton", TRITON_ELSE_TORCH)
+        return self.backend == "triton"
 
     def rows(self, chosen: Tensor | slice) -> Problem:
         """The problem with the weights of the tokens ``chosen``, for their part of the loss."""
