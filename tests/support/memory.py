@@ -1,7 +1,6 @@
 """Functions that `lib.peaks.peak_extra_bytes` measures in its tests."""
 
 import functools
-import mmap
 
 import torch
 import torch.distributed as dist
@@ -108,21 +107,16 @@ def pieces(count: int, calls: bool):
     return call
 
 
-def known(kept: int, freed: int, read: str | None = None):
-    """Holds ``freed`` MiB for a while, then ``kept`` MiB; reads a file through pages of its own."""
+def known(kept: int, freed: int):
+    """Holds ``freed`` MiB for a while, then ``kept`` MiB."""
 
     def allocate(mib):
         return torch.ones(mib << 20, dtype=torch.uint8)
 
     def call():
-        pages = None
-        if read is not None:
-            with open(read, "rb") as file:
-                pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            assert sum(pages[:: mmap.PAGESIZE]) == 0
         held = allocate(freed)
         del held
-        return allocate(kept), pages
+        return allocate(kept)
 
     allocate(1)
     return call
