@@ -197,7 +197,7 @@ def compact(
 def probe(device: torch.device) -> None:
     """Compile and run a small kernel on ``device``; what Triton or the device raises goes on."""
     with device_guard(device):
-        weight = torch.zeros(1, 16, device=device)
+        weight = torch.zeros(1, 16, dtype=torch.float32, device=device)
         compact(Problem(weight, weight, torch.zeros(1, dtype=torch.int64, device=device)))
         if device.type != "cpu":
             torch.get_device_module(device).synchronize()
