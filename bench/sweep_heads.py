@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from lib import small_models
 from lib.results import FOLDER, ROOT, write
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fusedce import head_report, replace_loss_head, restore_loss_head
-from fusedce.tools import check as tools
 
-ERRORS = ("loss_error", "eval_error", "grad_error")
+BOUNDS = {"loss_error": 1e-6, "eval_error": 1e-6, "grad_error": 1e-5}  # relative, in float32
 # Families of classes with output embeddings, each class in the first that has it.
 FAMILIES: dict[str, dict[str, Any]] = {
     "causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -39,29 +39,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def compare(model: Any) -> dict[str, Any]:
     """Errors of the replaced head, and whether logits were computed."""
-    inputs = tools.batch(model.config)
-    native = tools.run(model, inputs)
+    inputs = small_models.batch(model.config)
+    native = small_models.run(model, inputs)
     before = dict(model.get_output_embeddings().__dict__)
     replace_loss_head(model)
-    ours = tools.run(model, inputs)
+    ours = small_models.run(model, inputs)
     report = head_report(model)
     restore_loss_head(model)
     assert dict(model.get_output_embeddings().__dict__) == before, "restore left something behind"
-    loss_error, eval_error, grad_error = tools.errors_of(ours, native)
-    return {
-        "loss": float(native[0]),
-        "loss_error": loss_error,
-        "eval_error": eval_error,
-        "grad_error": grad_error,
-        "fused": report.losses_fused == 2 and report.logits_made == 0,
-    }
+    errors = zip(BOUNDS, small_models.errors_of(ours, native), strict=True)
+    fused = report.losses_fused == 2 and report.logits_made == 0
+    return {"loss": float(native[0]), **dict(errors), "fused": fused}
 
 
 def check(model_type: str, class_name: str) -> dict[str, Any]:
     row: dict[str, Any] = {"model_type": model_type, "class": class_name}
     try:
         config = CONFIG_MAPPING[model_type]()
-        model = tools.build(getattr(transformers, class_name), config, transforms=True)
+        model = small_models.build(getattr(transformers, class_name), config)
     except Exception as e:
         return row | {"not_built": f"{type(e).__name__}: {str(e)[:150]}"}
     try:
@@ -69,9 +64,7 @@ def check(model_type: str, class_name: str) -> dict[str, Any]:
     except Exception as e:
         why = f"{type(e).__name__}: {str(e)[:200]}"
         return row | {"failed": why, "trace": traceback.format_exc().replace(f"{ROOT}/", "")}
-    bounds = tools.LOSS_ERROR, tools.LOSS_ERROR, tools.GRAD_ERROR
-    errors = (row[name] for name in ERRORS)
-    return row | {"right": all(e <= b for e, b in zip(errors, bounds, strict=True))}
+    return row | {"right": all(row[name] <= most for name, most in BOUNDS.items())}
 
 
 def classes() -> list[tuple[str, str, str]]:
@@ -87,7 +80,7 @@ def classes() -> list[tuple[str, str, str]]:
 
 def said(row: dict[str, Any]) -> dict[str, str]:
     """A row of the table."""
-    errors = {k: f"{row[k]:.0e}" if k in row else "" for k in ERRORS}
+    errors = {k: f"{row[k]:.0e}" if k in row else "" for k in BOUNDS}
     verdict = ("fused" if row.get("fused") else "real") + ("" if row.get("right") else ", WRONG")
     if "loss_error" not in row:
         verdict = row.get("failed") or f"not built: {row['not_built']}"

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from fusedce import sharded as sharded
     from fusedce import testing as testing
     from fusedce import trainer as trainer
-    from fusedce import trainer_rl as trainer_rl
     from fusedce.accumulate.accumulator import LossAccumulator as LossAccumulator
     from fusedce.accumulate.meter import LossMeter as LossMeter
     from fusedce.auditing import audit as audit
@@ -72,9 +71,7 @@ _NAMES = {
 }  # fmt: skip
 _HOME = {name: home for home, names in _NAMES.items() for name in names}
 """The module of each public name."""
-_MODULES = (
-    "accumulate", "head", "loss", "recipes", "sharded", "testing", "trainer", "trainer_rl",
-)  # fmt: skip
+_MODULES = ("accumulate", "head", "loss", "recipes", "sharded", "testing", "trainer")
 __all__ = sorted(_HOME)
 
 

@@ -1,8 +1,8 @@
-"""The command ``fusedce``: run, audit, check, plan, doctor.
+"""The command ``fusedce``: run, audit, plan, doctor.
 
 Each command imports only the modules it needs, so that ``--help`` does not wait for torch. Findings
-go to standard output, as text or with ``--json`` as one JSON value and nothing else; progress and
-errors go to standard error. Exit status: 0 success, 2 a mistake in the call, 1 the check failed or
+go to standard output, as text or with ``--json`` as one JSON value and nothing else; errors
+go to standard error. Exit status: 0 success, 2 a mistake in the call, 1 the check failed or
 could not be finished.
 """
 
@@ -25,7 +25,6 @@ except ModuleNotFoundError:
 from fusedce.tools import script
 from fusedce.tools.model_sizes import UserError
 
-_NOT_FUSED = 3
 _EXTRAS = {
     "transformers": "fusedce[transformers]",
     "hypothesis": "fusedce[testing]",
@@ -113,9 +112,9 @@ def run(report: str | None, module: bool, target: str, arguments: tuple[str, ...
     """Run SCRIPT, unchanged, with fused losses.
 
     Each model of transformers with an output head has it replaced when it is made. Each Trainer,
-    SFTTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer and DistillationTrainer gets its
-    mixin. Nothing else changes: output, tracebacks and exit status are the script's. One line on
-    standard error says at the end what was touched, and what was not and why.
+    Seq2SeqTrainer and SFTTrainer gets FusedTrainerMixin. Nothing else changes: output, tracebacks
+    and exit status are the script's. One line on standard error says at the end what was touched,
+    and what was not and why.
 
     On several processes: torchrun ... -m fusedce run SCRIPT, or the same with accelerate launch.
     """
@@ -136,30 +135,6 @@ _DTYPE: dict[str, Any] = {
 
 @_command
 @click.argument("model")
-@click.option("--dtype", **_DTYPE, default="fp32")
-@click.option("--peft", is_flag=True, help="With a LoRA adapter on every linear layer.")
-@click.option("--compile", "compiled", is_flag=True, help="Through torch.compile.")
-@click.option(
-    "--full", is_flag=True, help="Load the folder's weights instead of building it small."
-)
-def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool) -> Answer:
-    """Check that MODEL keeps its loss and gradients with a replaced head, without logits.
-
-    MODEL is a folder with config.json, a configuration file, a class (LlamaForCausalLM) or a model
-    type (llama) of transformers. It is built small, with random weights, unless --full is given.
-
-    Exit status: 0 loss and gradients are the same, without logits; 1 they differ; 3 they are the
-    same, but logits were computed.
-    """
-    from fusedce.tools import check as tool
-
-    found = tool.check(model, dtype=dtype, peft=peft, compiled=compiled, full=full, progress=_say)
-    status = 1 if not found["equal"] else 0 if found["fused"] else _NOT_FUSED
-    return found, tool.text(found), status
-
-
-@_command
-@click.argument("model")
 @click.option("--tokens", type=click.IntRange(1, 2**31 - 1), default=8192, show_default=True,
               help="Tokens of a micro-batch on one device.")  # fmt: skip
 @click.option("--dtype", **_DTYPE, default="bf16", show_default=True)
@@ -168,7 +143,8 @@ def check(model: str, dtype: str, peft: bool, compiled: bool, full: bool) -> Ans
 def plan(model: str, tokens: int, dtype: str, device: str) -> Answer:
     """Count the memory of the loss of MODEL without running it.
 
-    MODEL is given as for `check`, or as two sizes: H,V such as 4096,128256 (or 4096x128256).
+    MODEL is a folder with config.json, a configuration file, a class (LlamaForCausalLM) or a model
+    type (llama) of transformers, or two sizes: H,V such as 4096,128256 (or 4096x128256).
     """
     from fusedce.tools import plan as tool
 
@@ -178,13 +154,11 @@ def plan(model: str, tokens: int, dtype: str, device: str) -> Answer:
 
 @_command
 def doctor() -> Answer:
-    """Report the backends of this machine, why they run, and a self-check, for a bug report."""
-    from fusedce.tools.doctor import report, text
+    """Report versions, devices, and what would run there and why, for a bug report."""
+    from fusedce.tools.doctor import report
 
-    found = report()
-    if not found["right"]:
-        _say("fused_ce gives wrong results on this machine: see FAILED in the report")
-    return found, text(found), int(not found["right"])
+    lines = report()
+    return {"lines": lines}, "\n".join(lines), 0
 
 
 @functools.partial(_command, context_settings=_OF_SCRIPT)
@@ -251,7 +225,3 @@ def _audited(steps: int, averaged: bool) -> Any:
             optimizer.zero_grad()
             report.log(logged)
     return report
-
-
-def _say(line: str) -> None:
-    click.echo(line, err=True)

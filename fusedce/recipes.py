@@ -1,4 +1,4 @@
-"""Losses made of log-probabilities: policy gradients, preferences, distillation; codebooks.
+"""Losses made of log-probabilities: policy gradients, preferences, distillation.
 
 Each is a few lines on what :func:`fusedce.fused_logprobs` returns, written as its paper writes it,
 and returns a :class:`fusedce.LossSum`: a sum and what it is divided by (tokens, pairs, sequences),
@@ -13,8 +13,7 @@ which 0 is False. Nothing broadcasts: a tensor of another shape is a ``ValueErro
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -25,7 +24,6 @@ from fusedce.contract.checks import check_are_tensors, check_choice
 from fusedce.contract.divergence import forward_terms
 from fusedce.contract.problem import INFINITE, acc_dtype
 from fusedce.contract.results import LossSum
-from fusedce.loss.fused_ce import fused_ce
 from fusedce.loss.logprobs import fused_logprobs
 from fusedce.loss.topk import filtered_logprob as filtered_logprob
 
@@ -294,41 +292,6 @@ def token_scaled_loss(
     return LossSum(loss.sum(), used.sum())
 
 
-def codebook_loss(
-    hidden: Tensor,  # (..., H)
-    weights: Sequence[Tensor] | Tensor,  # K of (V, H), or (K, V, H)
-    labels: Tensor,  # (..., K)
-    **options: Any,
-) -> LossSum:
-    """Cross-entropy of K heads over one hidden state, as audio models with K codebooks have them.
-
-    The sum of ``fused_ce(hidden, weights[k], labels[..., k], **options)`` over ``k``, and of their
-    counts: a position counts once for each codebook in which its label is valid.
-
-    Raises:
-        TypeError, ValueError: as :func:`fusedce.fused_ce`; there are no weights, ``labels`` has
-            another last dimension, or ``argmax_out`` is given, which has room for one codebook.
-
-    Examples:
-        >>> hidden, weights = torch.randn(2, 5, 16), torch.randn(4, 100, 16)
-        >>> codebook_loss(hidden, weights, torch.randint(100, (2, 5, 4))).n_valid
-        tensor(40)
-    """
-    check_are_tensors(labels=labels)
-    several = isinstance(weights, (Sequence, Tensor)) and len(weights) > 0
-    if not several or not all(isinstance(w, Tensor) for w in weights):
-        raise TypeError(f"weights must hold a (V, H) tensor for each codebook, got {weights!r}")
-    if "argmax_out" in options:
-        raise TypeError("argmax_out has room for one codebook: call fused_ce for each of them")
-    if labels.shape[-1:] != (len(weights),):
-        raise ValueError(
-            f"labels must be (..., {len(weights)}), one for each of the weights, got "
-            f"{tuple(labels.shape)}"
-        )
-    each = zip(weights, labels.unbind(-1), strict=True)
-    return functools.reduce(LossSum.__add__, (fused_ce(hidden, w, y, **options) for w, y in each))
-
-
 def _wide(x: Tensor) -> Tensor:
     """Log-probabilities in float32 or better, in which sums over tokens are computed."""
     return x.to(acc_dtype(x.dtype))
@@ -343,37 +306,6 @@ def _check_shapes(like: Tensor, name: str = "logprob", /, **others: Tensor | Non
             raise ValueError(
                 f"{other} must be {tuple(like.shape)}, as {name}, got {tuple(x.shape)}"
             )
-
-
-def reverse_kl_loss(
-    student: Tensor,  # (..., K) log-probabilities of K classes of each token, all different
-    teacher: Tensor,  # (..., K) of the same classes
-    used: Tensor,  # (...) bool, or numbers of which 0 is False
-) -> LossSum:
-    """Reverse KL divergence of a student from a teacher on the student's likeliest classes.
-
-    The formula of :func:`distillation_loss` with ``p`` and ``q`` exchanged. The classes are the
-    student's, so the teacher is asked for them: ``top = fused_topk(hidden, weight, K)``, and under
-    ``torch.no_grad()`` ``fused_logprobs(teacher_hidden, teacher_weight, top.index).logprob``.
-
-    Returns:
-        :class:`fusedce.LossSum` over used tokens, nats; differentiable in ``student``.
-
-    Examples:
-        >>> log_p = torch.tensor([[0.5, 0.2]]).log()
-        >>> reverse_kl_loss(log_p, log_p, torch.ones(1)).mean()
-        tensor(0.)
-    """
-    check_are_tensors(used=used)
-    _check_shapes(student, "student", teacher=teacher)
-    if used.shape != student.shape[:-1]:
-        raise ValueError(f"used must be {tuple(student.shape[:-1])}, got {tuple(used.shape)}")
-    used = used != 0
-    both = (x.double().masked_fill(~used[..., None], -1.0) for x in (student, teacher.detach()))
-    # (The rounding is that of the numbers given, whatever computes.)
-    log_p, log_q = (_with_the_rest(x, torch.finfo(student.dtype).eps) for x in both)
-    loss = _divergence(log_q, log_p).masked_fill(~used, 0)
-    return LossSum(loss.sum().to(acc_dtype(student.dtype)), used.sum())
 
 
 def distillation_loss(
@@ -459,14 +391,9 @@ def distillation_loss(
     log_p = student.double().masked_fill(~known, -torch.inf)
     log_p = _with_the_rest(log_p, torch.finfo(student.dtype).eps)
     q_tail = (1 - log_q.exp().sum(-1, keepdim=True)).clamp(min=0).log()
-    loss = _divergence(log_p, torch.cat([log_q, q_tail], -1))
+    loss = forward_terms(log_p, torch.cat([log_q, q_tail], -1)).sum(-1)
+    loss = loss.masked_fill(loss >= INFINITE, torch.inf)
     return LossSum(loss.masked_fill(~counted, 0).sum().to(student.dtype), counted.sum())
-
-
-def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``(...)``: the sum of `forward_terms` over the classes; inf where it is infinite."""
-    loss = forward_terms(log_p, log_q).sum(-1)
-    return loss.masked_fill(loss >= INFINITE, torch.inf)
 
 
 def _with_the_rest(

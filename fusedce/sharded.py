@@ -25,8 +25,7 @@ Collectives on the vocabulary's ranks:
 * one all-gather of 2 float64 a token, 1 more each for entropy and the mean logit (label smoothing),
   2 more for argmax; with ``labels (..., K)`` before it one all-reduce of K numbers a token;
 * a divergence, per chunk: one all-gather of a float64 a token for each head, 2 more with
-  ``ce_weight``, and an all-reduce of 1, or 3 of "reverse" and "jsd"; class probabilities gather 3
-  and then 2, and all-reduce 1;
+  ``ce_weight``, and an all-reduce of 1, or 3 of "reverse" and "jsd";
 * if ``hidden`` requires grad, one all-reduce of ``(N, H)`` in float32: in backward, or in forward
   for the sum of a divergence. With sharded tokens, N counts all ranks' tokens, and for results
   token by token one all-gather of upstream gradients comes before it;

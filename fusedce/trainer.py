@@ -130,7 +130,7 @@ class FusedTrainerMixin:
             )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        check_behind(self, FusedTrainerMixin, "Trainer")
+        _check_behind(self)
         super().__init__(*args, **kwargs)
         self._set_up()
 
@@ -405,14 +405,14 @@ class FusedTrainerMixin:
         return total // self._parallel_size("tp", "cp", "sp")
 
 
-def check_behind(trainer: object, mixin: type, name: str) -> None:
-    """Raise ``TypeError`` if there is no trainer behind a mixin."""
-    order = type(trainer).__mro__
-    if order[order.index(mixin) + 1 :] == (object,):
-        kind = "MyTrainer" if type(trainer) is mixin else type(trainer).__name__
+def _check_behind(trainer: FusedTrainerMixin) -> None:
+    """Raise ``TypeError`` if there is no trainer behind the mixin."""
+    kind = type(trainer)
+    if kind.__mro__[kind.__mro__.index(FusedTrainerMixin) + 1 :] == (object,):
+        name = "MyTrainer" if kind is FusedTrainerMixin else kind.__name__
         raise TypeError(
-            f"{mixin.__name__} is no trainer by itself: write "
-            f"class {kind}({mixin.__name__}, {name})"
+            f"FusedTrainerMixin is no trainer by itself: write "
+            f"class {name}(FusedTrainerMixin, Trainer)"
         )
 
 

@@ -7,8 +7,8 @@
     python tests/mutate.py --quick             # by the tests of `make test` alone
 
 Each mutant is a copy of the package with one piece of text replaced. Its tests must fail by
-failing tests that pass without it: a mutant that survives, that cannot even be collected, or whose
-test fails with the code as it is, ends the script with 1.
+failing tests that pass without it, or crash the interpreter: a mutant that survives, that cannot
+even be collected, or whose test fails with the code as it is, ends the script with 1.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ def kill(mutant: Mutant, *, quick: bool = False) -> str:
     text = mutants.sources()[file].replace(mutant.old, mutant.new)
     arguments = [str(test), *mutant.tests.split()[1:], *(["-m", "not slow"] if quick else [])]
     status, output = run_tests(file, text, arguments)
+    if status is not None and status < 0:  # a signal has ended the interpreter
+        if run_tests(file, mutants.sources()[file], arguments)[0] != 0:
+            return f"BROKEN   {mutant.name}: {mutant.tests} fails without the mutant, too"
+        return f"killed   {mutant.name}: a crash of the interpreter (signal {-status})"
     failed = [x for x in output.splitlines() if x.startswith("FAILED")]
     if status != 1 or not failed:
         return f"SURVIVED {mutant.name}: {mutant.tests}\n{output[-2000:]}"

@@ -171,18 +171,15 @@ OPTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 @functools.lru_cache(2)  # of the few rows that warm up, and of all
-def _teacher(weight: Tensor, N: int) -> tuple[Tensor, Tensor]:
-    """Hidden states of a teacher with the same head, and its probabilities."""
+def _teacher(weight: Tensor, N: int) -> Tensor:
+    """Hidden states of a teacher with the same head."""
     rng = torch.Generator(weight.device).manual_seed(1)
-    hidden = torch.randn(N, weight.shape[1], generator=rng, device=weight.device).to(weight.dtype)
-    with torch.no_grad():
-        return hidden, torch.softmax(F.linear(hidden, weight).float(), -1)
+    return torch.randn(N, weight.shape[1], generator=rng, device=weight.device).to(weight.dtype)
 
 
 def _divergence(kind: str) -> Callable[..., Tensor]:
     def loss(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        teacher = _teacher(w, len(h))[0]
-        return fusedce.fused_kl(h, w, teacher, w.detach(), y, divergence=kind).mean()
+        return fusedce.fused_kl(h, w, _teacher(w, len(h)), w.detach(), y, divergence=kind).mean()
 
     return loss
 
@@ -190,9 +187,6 @@ def _divergence(kind: str) -> Callable[..., Tensor]:
 DIVERGENCES: dict[str, Callable[..., Tensor]] = {
     **{f"{kind} KL": _divergence(kind) for kind in ("forward", "reverse")},
     "Jensen-Shannon": _divergence("jsd"),
-    "class probabilities": lambda h, w, y: fusedce.fused_cross_entropy(
-        h, w, _teacher(w, len(h))[1]
-    ),
 }
 
 
@@ -240,7 +234,7 @@ def _eager_divergence(kind: str) -> Callable[..., Tensor]:
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         log_q = _log_p(hidden, weight)
         with torch.no_grad():
-            log_p = _log_p(_teacher(weight, len(hidden))[0], weight)
+            log_p = _log_p(_teacher(weight, len(hidden)), weight)
         if kind == "forward":
             parts = F.kl_div(log_q, log_p, log_target=True, reduction="none")
         elif kind == "reverse":
@@ -301,10 +295,6 @@ PAIRS: dict[str, Pair] = {
         lambda h, w, y: _of_labels(_log_p(h, w), y).sum(),
     ),
     "fused_logprobs, entropy": (_fused_logprobs, _eager_entropy),
-    "class probabilities": (
-        DIVERGENCES["class probabilities"],
-        lambda h, w, y: F.cross_entropy(_logits(h, w), _teacher(w, len(h))[1]),
-    ),
     **{
         f"fused_kl, {kind}": (_divergence(kind), _eager_divergence(kind))
         for kind in ("forward", "reverse", "jsd")

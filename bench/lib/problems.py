@@ -197,8 +197,7 @@ def _pair_names(mode: str, ignored: float) -> list[str]:
         prefix + name
         for name in losses.PAIRS
         if mode == "forward" or name not in losses.EVALUATED
-        if not ignored
-        or name not in (*losses.EVALUATED, "class probabilities")  # which have no labels
+        if not ignored or name not in losses.EVALUATED  # which have no labels
         for prefix in ("ours: ", losses.EAGER)
     ]
 

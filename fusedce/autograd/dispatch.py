@@ -3,11 +3,10 @@
 ====================================  ===========================================================
 plain, no gradient, no argmax         one pass over tiles of logits, which are not kept
 a gradient of the sum                 chunks of logits, gradients taken in the forward pass
-a divergence, given probabilities     the same, with a gradient or without
+a divergence                          the same, with a gradient or without
 options or argmax without gradient    sum of the tokens' losses, from their statistics
 entropy or log-sum-exp monitored      the same
 label smoothing                       the same, unless exponentials are held in float32
-inside torch.func                     the same: only this way takes a factor per sample
 a sharded vocabulary                  the same
 ====================================  ===========================================================
 
@@ -18,9 +17,6 @@ errors would be left. The torch backend holds float32, and subtracts in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -28,7 +24,6 @@ from torch.autograd import forward_ad
 from fusedce.autograd import sums, tokens
 from fusedce.backends import class_logits
 from fusedce.backends.choose import get_backend, resolve_backend
-from fusedce.contract.checks import transformed
 from fusedce.contract.objective import Stats, fold_class_weight, with_expected_upstream
 from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.contract.results import LossSum
@@ -64,7 +59,7 @@ def loss_sum(task: Task) -> tuple[LossSum, dict[str, Tensor]]:
 def _by_tokens(task: Task, *, train: bool) -> bool:
     """Whether the sum is computed from the tokens' losses, whose gradients come in backward."""
     problem, monitored, divergence, shard = task
-    if transformed() or monitored.lse or monitored.entropy:
+    if monitored.lse or monitored.entropy:
         return True
     if divergence is not None:
         return False
@@ -96,11 +91,9 @@ def token_stats(task: Task) -> tuple[Tensor, Stats]:
 
 def _prepared(task: Task) -> Task:
     problem, wanted, divergence, shard = task
-    if not torch.compiler.is_compiling():
-        transforms = torch._C._functorch.get_interpreter_stack()
-        if transforms or forward_ad._current_level >= 0:
-            _refuse_forward_mode(problem, transforms or ())
-    if divergence is None and problem.class_weight is not None:
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        _refuse_forward_mode(problem)
+    if problem.class_weight is not None:
         problem = fold_class_weight(problem)
     backend = resolve_backend(problem.backend, problem.hidden)
     if backend != problem.backend:
@@ -108,16 +101,12 @@ def _prepared(task: Task) -> Task:
     return Task(problem, wanted, divergence, shard)
 
 
-def _refuse_forward_mode(problem: Problem, transforms: Iterable[Any]) -> None:
+def _refuse_forward_mode(problem: Problem) -> None:
     """Raise RuntimeError if an input has a tangent, which the operators would drop."""
-    jvp = any(t.key() == torch._C._functorch.TransformType.Jvp for t in transforms)
-    if jvp or (
-        forward_ad._current_level >= 0
-        and any(
-            isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in problem
-        )
+    if any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in problem
     ):
         raise RuntimeError(
-            "fusedce has no forward-mode derivative (jvp, jacfwd, hessian, or an input that is a "
-            "dual tensor): use F.cross_entropy(F.linear(...)) for it"
+            "fusedce has no forward-mode derivative (an input is a dual tensor): use "
+            "F.cross_entropy(F.linear(hidden, weight, bias), labels) for it"
         )

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import Gradients, saved_grad_dtypes
-from fusedce.contract.checks import transformed
 from fusedce.contract.problem import (
     Outputs,
     Problem,
@@ -63,7 +62,7 @@ def loss_sum(task: Task) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def in_eager_mode(problem: Problem) -> bool:
-    """Whether nobody looks at operators: no compiler, transform, mode or subclass of tensors.
+    """Whether nobody looks at operators: no compiler, mode or subclass of tensors.
 
     Then the functions behind them are called directly. The dispatcher takes longer than they do: it
     fills in defaults in a time that is quadratic in the number of arguments.
@@ -71,7 +70,6 @@ def in_eager_mode(problem: Problem) -> bool:
     hidden, weight, labels, bias, token_weight, *_ = problem
     return (
         not torch.compiler.is_compiling()
-        and torch._C._functorch.maybe_current_level() is None  # a transform
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._get_tracing_state() is None
         and {type(hidden), type(weight), type(labels), type(bias), type(token_weight)} <= _PLAIN
@@ -100,7 +98,7 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor | None, *_: None) -> tuple[Any, ...]:
         if upstream is None:
             return None, None, None, None
-        refuse_second_derivatives()
+        check_upstream(upstream)
         return (*ctx.finish.gradients(ctx.saved_tensors, upstream), None)
 
 
@@ -211,7 +209,7 @@ def _backward(ctx: Any, upstream: Tensor | None) -> tuple[Any, ...]:
     nothing: Any = [None] * len(Attached._fields)
     if upstream is None:
         return tuple(nothing)
-    refuse_second_derivatives()
+    check_upstream(upstream)
     factor, *grads = ctx.saved_tensors
     given: list[Any] = [
         _scaled(grad, upstream / factor, ctx.backend, ours=ctx.ours).to(ctx.dtype)
@@ -240,12 +238,10 @@ def _scaled(grad: Tensor, factor: Tensor, backend: str, *, ours: bool) -> Tensor
 
     Without ``retain_graph`` the saved gradient may be overwritten, which saves a second buffer of
     the weight's size. With it, the next backward must find the gradient as it is; and a compiler
-    that traces this function (with tensor subclasses) must see a pure function. So must a
-    transform or ``is_grads_batched=True``, which have a factor for each sample.
+    that traces this function (with tensor subclasses) must see a pure function.
     """
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
-    batched = transformed() or torch._C._functorch.is_legacy_batchedtensor(factor)
-    if not ours or type(grad) is not Tensor or keep or batched:
+    if not ours or type(grad) is not Tensor or keep:
         product = (grad.to(factor.dtype) * factor).to(grad.dtype)
         return product.masked_fill(grad == 0, 0)  # of a factor of inf, without a valid token
     get_backend(backend).scale_(grad, factor)
@@ -265,20 +261,22 @@ def needed_gradients(ctx: Any, record: Any) -> Outputs:
     return Outputs(hidden=needed.hidden, weight=needed.weight, bias=bool(needed.bias))
 
 
-def refuse_second_derivatives() -> None:
-    """Raise RuntimeError where a backward pass is itself recorded.
-
-    Transforms of ``torch.func`` always record it: there the operator of the gradients refuses to
-    be differentiated.
-    """
-    if torch.is_grad_enabled() and not (torch.compiler.is_compiling() or transformed()):
-        raise no_second_derivative()
-
-
-def no_second_derivative() -> RuntimeError:
-    """The error for a gradient that is to be differentiated again."""
-    return RuntimeError(
-        "fused_ce: the gradient of the loss is not differentiable (create_graph=True was given, or "
-        "transforms are nested): its formula is written by hand. Use "
-        "F.cross_entropy(F.linear(...)) for second derivatives."
-    )
+def check_upstream(*upstream: Tensor | None) -> None:
+    """Raise RuntimeError where backward is itself recorded, or takes a batch of gradients."""
+    given = [u for u in upstream if u is not None]
+    if not given or torch.compiler.is_compiling():
+        return
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "fused_ce: the gradient of the loss is not differentiable (create_graph=True was "
+            "given): its formula is written by hand. Use F.cross_entropy(F.linear(hidden, weight, "
+            "bias), labels) for second derivatives"
+        )
+    of_func = torch._C._functorch
+    if any(of_func.is_legacy_batchedtensor(u) or of_func.is_batchedtensor(u) for u in given):
+        raise RuntimeError(
+            "fused_ce: a loss takes one gradient at a time, not a batch of them "
+            "(is_grads_batched=True, vectorize=True, or vmap around autograd.grad): call "
+            "torch.autograd.grad(..., retain_graph=True) for each, or use "
+            "F.cross_entropy(F.linear(hidden, weight, bias), labels)"
+        )

@@ -6,24 +6,22 @@ the logits a second time, unless they are so few that forward keeps them.
 
 :func:`compute_stats` and its derivative :func:`compute_grads` serve every loss: of labels, of
 several classes, beside a teacher; whole or sharded. Eager code runs them in one
-``torch.autograd.Function``; compilers, modes and tensor subclasses see an operator of each, and
-transforms of ``torch.func`` a function of each operator.
+``torch.autograd.Function``; compilers, modes and tensor subclasses see an operator of each.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from fusedce.autograd.sums import (
+    check_upstream,
     in_eager_mode,
     keeps_saved_tensors,
     needed_gradients,
-    no_second_derivative,
-    refuse_second_derivatives,
 )
 from fusedce.backends import class_logits
 from fusedce.backends.choose import Backend, get_backend
@@ -36,7 +34,7 @@ from fusedce.backends.shards import (
     of_ranks,
 )
 from fusedce.backends.upstream import SavedStats, StatGrads, upstream_of
-from fusedce.contract.checks import no_autocast, transformed
+from fusedce.contract.checks import no_autocast
 from fusedce.contract.labels import used_tokens
 from fusedce.contract.objective import LogitGrad, Stats, token_losses
 from fusedce.contract.problem import Outputs, Problem, Shard, Task, acc_dtype, schema_of
@@ -62,8 +60,6 @@ def token_stats(task: Task) -> tuple[Stats, Tensor]:
     """Statistics, and logits ``(N, K)`` of labels ``(N, K)``; all but argmax are differentiable."""
     wanted, gradients = task.wanted, Outputs.of(task.problem)
     train = any(gradients)
-    if transformed():  # inside vmap a tensor does not know that a transform around wants it
-        train = torch.is_grad_enabled()
     lse = wanted.lse or (train and task.divergence is None)
     # The budget must suffice for the gradients, too.
     task = task.replace(wanted=Outputs(*gradients[:3], *wanted[3:]).replace(lse=lse))
@@ -72,8 +68,7 @@ def token_stats(task: Task) -> tuple[Stats, Tensor]:
         inputs = problem.hidden, problem.weight, problem.bias
         found = _Stats.apply(*inputs, task) if train else compute_stats(task)
     else:
-        stats = transformed_stats.apply if transformed() else torch.ops.fusedce.stats
-        found = stats(*task.flat())
+        found = torch.ops.fusedce.stats(*task.flat())
     nll, lses, entropy, zmean, z, _, n_valid, argmax = found
     return Stats(nll, lses.to(nll.dtype), entropy, zmean, n_valid, argmax), z
 
@@ -96,13 +91,8 @@ class _Stats(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        given = [u for u in upstream if u is not None]
-        if given:
-            refuse_second_derivatives()
-        # ``is_grads_batched`` takes one sample after another, which the operator knows how to do.
-        plain = not any(torch._C._functorch.is_legacy_batchedtensor(u) for u in given)
-        made = input_grads(ctx, upstream, None if plain else torch.ops.fusedce.grads)
-        hidden, weight, _, bias, *_ = made
+        check_upstream(*upstream)
+        hidden, weight, _, bias, *_ = input_grads(ctx, upstream, None)
         return hidden, weight, bias, None
 
 
@@ -132,9 +122,7 @@ def compute_stats(task: Task, kept: Tensor | None = None) -> tuple[Tensor, ...]:
             found = backend.token_stats(problem, wanted, to_fill, kept)
         else:
             found = backend.token_stats(problem, wanted, to_fill)
-        top = found.top if _needs_top(problem, wanted) else z.new_empty(0)
-        if top is None:  # torch computes in Triton's place, in backward too, and needs none
-            top = torch.zeros_like(found.nll)
+        top = cast(Tensor, found.top) if _needs_top(problem, wanted) else z.new_empty(0)
         return *found[:4], z, top, found.n_valid, argmax
 
 
@@ -213,8 +201,7 @@ def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], operator: Any) ->
 
 
 def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-    if any(u is not None for u in upstream):
-        refuse_second_derivatives()
+    check_upstream(*upstream)
     return input_grads(ctx, upstream, torch.ops.fusedce.grads)
 
 
@@ -379,41 +366,3 @@ class ShardedBackend(NamedTuple):
             token_weight=None,
             class_weight=None if c is None else c[self.shard.first : self.shard.first + V],
         ), here
-
-
-# ---- inside transforms of torch.func ------------------------------------------------------------
-#
-# Operators of torch.library have no derivatives there, functions of autograd do. Transforms record
-# every backward pass; so the gradients are a function too, whose own derivative is refused. Under
-# vmap the samples are computed one after the other.
-
-
-def _function_of(operator: Any, setup: Any, backward: Any) -> Any:
-    """The operator as a function of autograd."""
-    made: Any = None
-
-    def vmap(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, Any]:
-        given = list(zip(flat, in_dims, strict=True))
-        samples = [
-            made.apply(*(x if d is None else x.select(d, i) for x, d in given))
-            for i in range(info.batch_size)
-        ]
-        stacked = tuple(torch.stack(x) for x in zip(*samples, strict=True))
-        return stacked, (0,) * len(stacked)
-
-    parts = {"forward": operator, "setup_context": setup, "backward": backward, "vmap": vmap}
-    methods = {name: staticmethod(part) for name, part in parts.items()}
-    made = type("Transformed", (torch.autograd.Function,), methods)
-    return made
-
-
-def _refuse(ctx: Any, *upstream: Tensor | None) -> None:
-    raise no_second_derivative()
-
-
-transformed_grads = _function_of(torch.ops.fusedce.grads, lambda *_: None, _refuse)
-transformed_stats = _function_of(
-    torch.ops.fusedce.stats,
-    setup_context,
-    lambda ctx, *upstream: input_grads(ctx, upstream, transformed_grads.apply),
-)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from typing import Protocol, cast
+import warnings
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from fusedce.backends.gradients import Dtypes, Summed
 from fusedce.contract.objective import LogitGrad, Stats
-from fusedce.contract.problem import TRITON_ELSE_TORCH, Outputs, Problem, Task
+from fusedce.contract.problem import Outputs, Problem, Task
 
 _NAMES = ("torch", "triton")
 _TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called cuda by torch
@@ -56,7 +58,7 @@ class Backend(Protocol):
         """Gradients with factors of each token's own, from logits ``kept``, or computed anew."""
 
     def divergence_and_grads(self, task: Task) -> Summed:
-        """Losses ``(N,)`` against a teacher or given probabilities; gradients as above."""
+        """Losses ``(N,)`` against a teacher; gradients as above."""
 
     def scale_(self, x: Tensor, factor: Tensor) -> None:
         """``x *= factor``, a 0-d tensor, in place; 0 stays 0, and nothing is written for 1."""
@@ -107,8 +109,8 @@ def default_backend(device: torch.device, dtype: torch.dtype) -> str:
 def resolve_backend(backend: str | None, hidden: Tensor) -> str:
     """Name of the backend for ``hidden``; an explicit request that cannot run raises.
 
-    If none is asked for, Triton runs only if H is a multiple of 16: it loads others one by one. The
-    name is :data:`fusedce.contract.problem.TRITON_ELSE_TORCH` then.
+    If none is asked for, Triton runs only if H is a multiple of 16 (it loads others one by one) and
+    a small kernel has run on the device (:func:`why_no_kernels`).
 
     Raises:
         ValueError: unknown name.
@@ -118,7 +120,7 @@ def resolve_backend(backend: str | None, hidden: Tensor) -> str:
     default = default_backend(hidden.device, hidden.dtype)
     if backend is None:
         usable = default == "triton" and hidden.shape[-1] % 16 == 0
-        return TRITON_ELSE_TORCH if usable else "torch"
+        return "triton" if usable and _kernels_run(hidden) else "torch"
     if backend not in _NAMES:
         raise ValueError(f"backend must be None, 'torch' or 'triton', got {backend!r}")
     if backend == "triton":
@@ -128,13 +130,57 @@ def resolve_backend(backend: str | None, hidden: Tensor) -> str:
     return backend
 
 
+_kernel_errors: dict[torch.device, str | None] = {}  # of each device that was probed
+
+
+def why_no_kernels(device: torch.device) -> str | None:
+    """Why Triton's kernels do not run on a device for which they are made; ``None`` if they do.
+
+    The first question compiles and runs a small kernel, and warns if that fails: without a C
+    compiler, where ptxas or LLVM refuses, with a driver too old. Later failures are errors.
+    """
+    if device not in _kernel_errors:
+        try:
+            from fusedce.backends.triton.launch import probe
+
+            probe(device)
+            _kernel_errors[device] = None
+        except Exception as error:
+            first = str(error).strip().splitlines()[:1]
+            _kernel_errors[device] = ": ".join([type(error).__name__, *first])
+            warnings.warn(
+                f"fusedce: Triton's kernels do not run on {device} ({_kernel_errors[device]}): the "
+                f"torch backend computes from now on, the same results in more time. Triton needs "
+                f"a C compiler (gcc, or CC) with Python's headers, a driver as new as its CUDA, "
+                f"and a cache that it can write (TRITON_CACHE_DIR)",
+                stacklevel=4,
+            )
+    return _kernel_errors[device]
+
+
+def _kernels_run(hidden: Tensor) -> bool:
+    """Whether the kernels run on the device of ``hidden``; not probed where nothing may run.
+
+    That is while a compiler or a mode traces (the probe would become a part of the graph), and
+    while a CUDA graph is captured (compiling is forbidden then): kernels are expected to run there.
+    """
+    device = hidden.device
+    if device in _kernel_errors:
+        return _kernel_errors[device] is None
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+        or is_fake(hidden)
+        or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    ):
+        return True
+    return why_no_kernels(device) is None
+
+
 @functools.cache
 def get_backend(name: str | None) -> Backend:
     """The backend of that name, imported at its first use (triton is slow to import)."""
-    if name == TRITON_ELSE_TORCH:
-        from fusedce.backends import fallback
-
-        return cast(Backend, fallback.BACKEND)
     if name == "triton":
         from fusedce.backends import triton
 

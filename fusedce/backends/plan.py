@@ -101,11 +101,11 @@ class Sizes(NamedTuple):
     threads: int = 1  # of a CPU
     budget: int = DEVICE_BUDGET  # bytes of a chunk's logits on a GPU: see `device_budget`
     gemm_block: int = 0  # classes of a block where one GEMM makes the exponentials; 0: tiles do
-    teacher: int | None = None  # H of the teacher of a divergence; 0: given probabilities instead
+    teacher: int | None = None  # H of the teacher of a divergence
 
-    def with_teacher(self, teacher: int | None) -> Sizes:
-        """The call of a divergence: from a teacher of that H, or from probabilities (None)."""
-        return self._replace(logit=self.acc, teacher=teacher or 0)
+    def with_teacher(self, teacher: int) -> Sizes:
+        """The call of a divergence from a teacher of that H."""
+        return self._replace(logit=self.acc, teacher=teacher)
 
     def with_copies(self, row_major: int, aligned: int) -> Sizes:
         """The call of inputs of which the Triton backend makes copies."""

@@ -210,16 +210,3 @@ def entropy_of(
     surprise = others.log1p() - above  # -log P, where nothing cancels at P -> 1
     p = (lses - lse).exp()
     return torch.where(p == 0, 0.0, p * (entropies + surprise)).sum(0)
-
-
-def largest_of_ranks(
-    x: Tensor, row: Tensor, others: Tensor, shard: Shard
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Over ranks: the largest ``x (n,)``, its ``row``, the sum of the other ``x`` and ``others``.
-
-    The row is counted from the first one here. Collectives: one all-gather of 3 float64 a token.
-    """
-    values, rows, rest = of_ranks([x, row + shard.first, others], shard)
-    top, rank = values.max(0, keepdim=True)
-    rest = rest + values.scatter(0, rank, 0).masked_fill(values == -math.inf, 0)
-    return top[0], rows.gather(0, rank)[0].long() - shard.first, rest.sum(0)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from fusedce.contract.explain import misplaced, not_a_tensor
 from fusedce.contract.problem import FINITE, NUMBERS, RANGES, Problem, acc_dtype
 
 _LARGEST = torch.iinfo(torch.int64).max
@@ -137,11 +136,20 @@ def _in_float(weights: Tensor) -> Tensor:
 
 
 def check_tensor_types(problem: Problem) -> None:
-    """Raise ``TypeError`` unless hidden, weight, labels and bias are dense tensors."""
+    """Raise ``TypeError`` unless hidden, weight, labels and bias are dense tensors.
+
+    Inside a transform of ``torch.func``, raise ``RuntimeError``: it sees none of our derivatives.
+    """
+    if transformed():
+        raise RuntimeError(
+            "fusedce works in no transform of torch.func (grad, vmap, jacrev, jvp ...): use "
+            "loss.backward() or torch.autograd.grad, or F.cross_entropy(F.linear(hidden, weight, "
+            "bias), labels) inside the transform"
+        )
     for name in ("hidden", "weight", "labels", "bias"):
         tensor = getattr(problem, name)
         if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):
-            raise not_a_tensor(name, tensor)
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor is not None and (tensor.is_nested or tensor.layout is not torch.strided):
             kind = "a nested one" if tensor.is_nested else tensor.layout
             raise TypeError(f"{name} must be a dense tensor, got {kind}")
@@ -212,19 +220,19 @@ def check_tensors(problem: Problem) -> None:
     H = hidden.shape[-1]
     if weight.dim() != 2 or weight.shape[1] != H or len(weight) == 0:
         raise ValueError(
-            f"weight must be (V, H) with V >= 1 and H={H} (from hidden), got "
-            f"{tuple(weight.shape)}" + misplaced(problem)
+            f"weight must be (V, H) with V >= 1 and H={H} (from hidden), got {tuple(weight.shape)}"
         )
     if labels.is_floating_point() and labels.shape == (*hidden.shape[:-1], len(weight)):
         raise TypeError(
             f"labels must be int64 or int32 class indices, got {labels.dtype} of shape "
-            f"{tuple(labels.shape)}: class probabilities are labels of fused_cross_entropy. For "
-            f"few classes per token see fusedce.recipes.distillation_loss"
+            f"{tuple(labels.shape)}: class probabilities hold as many bytes as the logits. For a "
+            f"teacher's head take fused_kl, for its likeliest K classes labels (N, K) of "
+            f"fused_logprobs, as recipes.distillation_loss does; else F.cross_entropy of the logits"
         )
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(
             f"labels must have the leading shape of hidden {tuple(hidden.shape[:-1])}, "
-            f"got {tuple(labels.shape)}" + misplaced(problem)
+            f"got {tuple(labels.shape)}"
         )
     if labels.dtype != torch.int64:
         check_labels(labels)
@@ -246,7 +254,7 @@ def check_are_tensors(**given: object) -> None:
     """Raise ``TypeError`` unless all arguments, by their names, are tensors."""
     for name, x in given.items():
         if not isinstance(x, Tensor):
-            raise not_a_tensor(name, x)
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
 
 
 def check_device(name: str, x: Tensor, hidden: Tensor) -> None:

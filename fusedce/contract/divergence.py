@@ -1,13 +1,10 @@
-"""Checks of a divergence from a teacher or from given probabilities, and its plainest formula."""
+"""Checks of a divergence from a teacher, and its plainest formula."""
 
 from __future__ import annotations
 
 import re
-from typing import cast
 
-import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fusedce.contract.checks import (
     check_choice,
@@ -23,9 +20,7 @@ from fusedce.contract.problem import (
     JSD,
     KINDS,
     NEVER,
-    NUMBERS,
     REVERSE,
-    TARGETS,
     Divergence,
     Problem,
 )
@@ -62,9 +57,9 @@ def checked_divergence(
         kind = REVERSE if beta else FORWARD
     if check_number("ce_weight", divergence.ce_weight) and labels is None:
         raise ValueError("labels must be given with ce_weight: the cross-entropy is of them")
-    weight = cast(Tensor, divergence.teacher_weight)
+    weight = divergence.teacher_weight
     teacher = Problem(
-        cast(Tensor, divergence.teacher_hidden), weight, problem.labels,
+        divergence.teacher_hidden, weight, problem.labels,
         bias=divergence.teacher_bias, softcap=divergence.teacher_softcap,
         logit_scale=divergence.teacher_logit_scale,
     )  # fmt: skip
@@ -102,45 +97,3 @@ def checked_divergence(
         temperature=check_number("temperature", divergence.temperature),
         ce_weight=float(divergence.ce_weight),
     )
-
-
-OF_TARGETS = {"softcap", "logit_scale", "label_smoothing", "z_loss"}
-"""Numeric options that the loss of class probabilities computes; it refuses the others."""
-
-
-def targets_of(problem: Problem, probabilities: Tensor) -> Divergence:
-    """The record of a cross-entropy of class probabilities, beside a checked problem.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: an argument is wrong, or backend is "triton".
-    """
-    if problem.ignore_index is not None and problem.ignore_index >= 0:
-        raise ValueError(
-            f"ignore_index must be negative or None for labels of class probabilities, which hold "
-            f"no index to ignore, got {problem.ignore_index}: give positions a token_weight of 0"
-        )
-    for name in {*NUMBERS} - OF_TARGETS:
-        if getattr(problem, name) != Problem._field_defaults[name]:
-            raise ValueError(f"{name} needs class indices as labels, got class probabilities")
-    shape = *problem.labels.shape, len(problem.weight)
-    if probabilities.shape != shape:
-        raise ValueError(
-            f"labels of class probabilities must be (..., V) = {shape}, got "
-            f"{tuple(probabilities.shape)}"
-        )
-    check_width("labels of class probabilities", probabilities, problem.hidden)
-    differentiated = probabilities.requires_grad and torch.is_grad_enabled()
-    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
-        differentiated |= forward_ad.unpack_dual(probabilities).tangent is not None
-    if differentiated:
-        raise ValueError(
-            "labels of class probabilities must not require grad, or have a tangent: they receive "
-            "no gradient here. Detach them"
-        )
-    if problem.backend == "triton":
-        raise RuntimeError(
-            "backend='triton' cannot run class probabilities, its kernels compare with a teacher's "
-            "logits: leave backend to its default"
-        )
-    given = probabilities.detach().reshape(problem.labels.numel(), shape[-1])
-    return Divergence(kind=TARGETS, probabilities=given)

@@ -22,10 +22,6 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-TRITON_ELSE_TORCH = "triton, else torch"
-"""The default backend of a GPU: torch computes where the kernels cannot be built or launched."""
-
-
 class Problem(NamedTuple):
     """Inputs and options of a loss.
 
@@ -49,7 +45,7 @@ class Problem(NamedTuple):
     z_loss: float = 0.0
     chunk_tokens: int | None = None
     memory_budget: int | None = None  # bytes beside inputs and gradients
-    backend: str | None = None  # "torch", "triton" or TRITON_ELSE_TORCH once one is chosen
+    backend: str | None = None  # "torch" or "triton" once one is chosen
 
     def replace(self, **changes: Any) -> Problem:
         """The problem with other values in some fields."""
@@ -70,7 +66,7 @@ class Problem(NamedTuple):
 
     def by_triton(self) -> bool:
         """Whether Triton's kernels compute, once a backend has been chosen."""
-        return self.backend in ("triton", TRITON_ELSE_TORCH)
+        return self.backend == "triton"
 
     def rows(self, chosen: Tensor | slice) -> Problem:
         """The problem with the weights of the tokens ``chosen``, for their part of the loss."""
@@ -164,7 +160,6 @@ class Projection(NamedTuple):
 # ---- beside a problem ---------------------------------------------------------------------------
 
 FORWARD, REVERSE, JSD = KINDS = ("forward", "reverse", "jsd")
-TARGETS = "targets"  # the cross-entropy of given probabilities, which have no teacher
 INFINITE = 1e15
 """A token's divergence of so many nats or more is infinite, since it comes from a `NEVER`."""
 NEVER = 1e30
@@ -172,18 +167,17 @@ NEVER = 1e30
 
 
 class Divergence(NamedTuple):
-    """The other distribution and the divergence: arguments of the operators after a `Problem`."""
+    """The teacher and the divergence: arguments of the operators after a `Problem`."""
 
-    teacher_hidden: Tensor | None = None  # (N, H of the teacher)
-    teacher_weight: Tensor | None = None  # (V, H of the teacher)
+    teacher_hidden: Tensor  # (N, H of the teacher)
+    teacher_weight: Tensor  # (V, H of the teacher)
     teacher_bias: Tensor | None = None  # (V,)
     teacher_softcap: float | None = None
     teacher_logit_scale: float = 1.0
-    kind: str = FORWARD  # one of KINDS, or TARGETS
+    kind: str = FORWARD  # one of KINDS
     beta: float = 0.5  # of "jsd", in (0, 1)
     temperature: float = 1.0
     ce_weight: float = 0.0  # of the student's cross-entropy at temperature 1, beside the divergence
-    probabilities: Tensor | None = None  # (N, V) floating, of TARGETS; without a teacher
 
     def replace(self, **changes: Any) -> Divergence:
         """The record with other values in some fields."""
@@ -198,7 +192,7 @@ class Divergence(NamedTuple):
         given: dict[str, Any] = dict(zip(Divergence._fields, self, strict=True))
         found = {name: x for name, x in given.items() if not isinstance(x, Tensor)}
         found["divergence"] = found.pop("kind")
-        for name in ("teacher_hidden", "teacher_bias", "probabilities"):
+        for name in ("teacher_hidden", "teacher_bias"):
             found[f"{name}.dtype"] = None if given[name] is None else str(given[name].dtype)[6:]
         return found | {"H of the teacher": self.teacher_size()}
 
@@ -208,7 +202,6 @@ class Divergence(NamedTuple):
 
     def teacher(self) -> Projection:
         """The teacher's projection, whose logits are divided by the temperature too."""
-        assert self.teacher_weight is not None
         scale, softcap = self.teacher_logit_scale, self.teacher_softcap
         given = Projection(self.teacher_weight, self.teacher_bias, scale, softcap)
         return self._over_temperature(given)
@@ -222,9 +215,9 @@ class Divergence(NamedTuple):
         t = self.temperature
         return Projection(weight, bias, scale / t, None if softcap is None else softcap / t)
 
-    def teacher_size(self) -> int | None:
-        """The teacher's H; ``None`` without a teacher."""
-        return None if self.teacher_weight is None else self.teacher_weight.shape[1]
+    def teacher_size(self) -> int:
+        """The teacher's H."""
+        return self.teacher_weight.shape[1]
 
     def is_uneven(self) -> bool:
         """Whether "jsd" mixes in very little of one of the distributions."""

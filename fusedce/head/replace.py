@@ -24,8 +24,8 @@ LazyLogits.OVERRIDES[F.cross_entropy] = cross_entropy
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _TRL = (
     "TRL has installed a fused head of its own on this model: its trainers run that one and never "
-    "the replaced one. Use a trainer with fusedce.FusedTrainerMixin (SFTTrainer) or "
-    "fusedce.trainer_rl.FusedPolicyMixin (DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer)"
+    "the replaced one. SFTTrainer runs the replaced one behind fusedce.FusedTrainerMixin; leave "
+    "replace_loss_head out for the others (DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer)"
 )
 _TORCH = str(Path(torch.__file__).parent)
 _WATCH, _ITEMS = "_fusedce_watch", "_fusedce_items"  # attributes that hold handles of hooks
@@ -117,9 +117,8 @@ def head_report(model: nn.Module) -> HeadReport:
     place that made logits the operation, the user's line, the shape and the bytes. ``notes`` say
     why the original head runs, or why tokens are counted by labels. Its ``str`` is a readable
     summary.
-    Several heads are added up, and so are the fused calls of
-    :class:`fusedce.trainer_rl.FusedPolicyMixin`. With ``FUSEDCE_EXPLAIN=1`` in the environment,
-    each place is printed once, as it happens.
+    Several heads are added up. With ``FUSEDCE_EXPLAIN=1`` in the environment, each place is printed
+    once, as it happens.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -129,15 +128,13 @@ def head_report(model: nn.Module) -> HeadReport:
     """
     _check_model(model)
     heads = {m: attached.report for m in model.modules() if (attached := head_of(m)) is not None}
-    forwards: list[Any] = [m.__dict__.get("forward") for m in model.modules()]
-    policies = [f.fusedce_counts for f in forwards if hasattr(f, "fusedce_counts")]
-    counts = [*policies, *heads.values()]
+    counts = list(heads.values())
     places = tuple(p for one in counts for p in one.places.values())
     notes = [note for one in counts for note in one.notes]
     by_labels = (m.__dict__[LABELS].note for m in model.modules() if LABELS in m.__dict__)
     notes += [note for note in by_labels if note is not None]
     return HeadReport(
-        active=bool(policies) or (bool(heads) and _named_head(model) in (None, *heads)),
+        active=bool(heads) and _named_head(model) in (None, *heads),
         since=min((one.since for one in counts), default=None),
         losses_fused=sum(one.losses for one in counts),
         logits_made=sum(p.times for p in places),
@@ -228,10 +225,8 @@ def _find_head(model: nn.Module) -> nn.Module:
     )
 
 
-def _runs_trl_head(model: nn.Module) -> bool:
+def _runs_trl_head() -> bool:
     """Whether TRL's forward, not the model's own, has called the decoder whose hook runs now."""
-    if hasattr(model.__dict__.get("forward"), "fusedce_counts"):  # of FusedPolicyMixin
-        return False
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
@@ -261,7 +256,7 @@ class _Watch:
             return
         attached = head_of(head)
         if attached is not None:
-            if _TRL not in attached.report.notes and _runs_trl_head(model):
+            if _TRL not in attached.report.notes and _runs_trl_head():
                 attached.report.note(_TRL)
                 warnings.warn(_TRL, stacklevel=2)
             return

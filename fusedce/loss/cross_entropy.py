@@ -13,29 +13,20 @@ from torch import Tensor, nn
 from fusedce.autograd import dispatch
 from fusedce.backends.shards import ALL_HERE
 from fusedce.contract.checks import check_choice, check_unsharded, checked, is_sharded
-from fusedce.contract.divergence import targets_of
-from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.labels import shift_labels
 from fusedce.contract.objective import expected, weights_and_count
-from fusedce.contract.problem import Divergence, Problem, Task, acc_dtype
-from fusedce.loss.sharded_problem import (
-    LOSSES,
-    SUM,
-    agree,
-    divergence_task,
-    no_labels,
-)
+from fusedce.contract.problem import Problem, Task, acc_dtype
+from fusedce.loss.sharded_problem import LOSSES, SUM, agree
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = get_args(Reduction)
 
 
-@explains_names
 def fused_cross_entropy(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
     weight: Tensor,  # (V, H) floats
-    labels: Tensor,  # (...) int64 or int32; or (..., V) floating
+    labels: Tensor,  # (...) int64 or int32
     *,
     bias: Tensor | None = None,  # (V,) floats
     class_weight: Tensor | None = None,  # (V,) numbers
@@ -66,23 +57,15 @@ def fused_cross_entropy(
     the sum of ``class_weight[labels[i]]``, without class weights over the number of valid
     positions. ``token_weight`` does not enter that denominator.
 
-    Floating ``labels (..., V)`` are class probabilities, which get no gradient and need not sum to
-    1. No position is ignored, "mean" divides by the number of positions, and with
-    ``t = (1 - label_smoothing) * labels[i] + label_smoothing / V``::
-
-        CE[i] = sum over v of class_weight[v] * t[v] * nll[i, v]
-
     Examples:
         >>> hidden, weight = torch.randn(2, 5, 16), torch.randn(100, 16)
         >>> labels = torch.randint(100, (2, 5))
         >>> fused_cross_entropy(hidden, weight, labels, reduction="none").shape
         torch.Size([2, 5])
-        >>> fused_cross_entropy(hidden, weight, torch.rand(2, 5, 100).softmax(-1)).shape
-        torch.Size([])
 
     Args:
         class_weight: ``(V,)``, numbers of any dtype, without gradient. With a sharded vocabulary:
-            those of all ranks' classes; but class probabilities are those of this rank's rows.
+            those of all ranks' classes.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         hidden, weight, labels, ...: the others are those of :func:`fused_ce`.
 
@@ -91,9 +74,8 @@ def fused_cross_entropy(
         shape of ``hidden``; differentiable in ``hidden``, ``weight`` and ``bias``.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as :func:`fused_ce`. With class probabilities also
-            ``ValueError`` for labels that require grad or an ``ignore_index`` of 0 or more, and
-            ``RuntimeError`` where ``backend="triton"`` is asked for.
+        TypeError, ValueError, RuntimeError: as :func:`fused_ce`; ``TypeError`` for class
+            probabilities ``(..., V)`` as labels, which ``F.cross_entropy`` takes.
 
     Note:
         Where torch differs: it returns the logits' dtype for bfloat16 and float16; with every label
@@ -102,10 +84,9 @@ def fused_cross_entropy(
         of valid positions; here it is divided by the sum of weights, as the rest of the loss.
 
         "none" is exact under any upstream gradient: its backward computes the logits once more,
-        unless they are few and were kept, and leaves out tokens whose upstream gradient is 0. Class
-        probabilities are computed by the torch backend, on a GPU too. For one denominator over
-        several batches or ranks take :func:`fused_ce` with :class:`LossAccumulator` instead of
-        "mean".
+        unless they are few and were kept, and leaves out tokens whose upstream gradient is 0. For
+        one denominator over several batches or ranks take :func:`fused_ce` with
+        :class:`LossAccumulator` instead of "mean".
     """
     problem = Problem(
         hidden, weight, labels, bias=bias, token_weight=token_weight, class_weight=class_weight,
@@ -114,9 +95,6 @@ def fused_cross_entropy(
         memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
     sharding = process_group, tokens_sharded, vocab_size
-    tensors = isinstance(labels, Tensor) and isinstance(hidden, Tensor)
-    if tensors and labels.is_floating_point() and labels.dim() == hidden.dim():
-        return _of_probabilities(problem, sharding, reduction)
     shard, tokens = None, ALL_HERE
     if is_sharded(weight, process_group):
 
@@ -151,35 +129,13 @@ def _reduced(task: Task, reduction: str, counted: Problem) -> Tensor:
     return dispatch.loss_sum(task)[0].loss_sum / denominator
 
 
-def _of_probabilities(problem: Problem, sharding: Any, reduction: str) -> Tensor:
-    """The loss of class probabilities; on a sharded vocabulary of those of this rank's classes."""
-    given, asked = local_of(problem.labels), problem
-
-    def check(here: Problem, _: bool) -> Divergence:
-        check_choice("reduction", reduction, REDUCTIONS)
-        return targets_of(here.replace(ignore_index=asked.ignore_index), given)
-
-    labels, backend = no_labels(problem.hidden), problem.backend or "torch"
-    problem = problem.replace(labels=labels, ignore_index=None, backend=backend)
-    task, tokens = divergence_task(problem, sharding, {"reduction": reduction}, check)
-    if tokens.group is not None:
-        raise ValueError(
-            "tokens_sharded must be False with labels of class probabilities: a rank needs those "
-            "of its classes for all tokens, so gather the hidden states before"
-        )
-    if reduction == "none":
-        return dispatch.token_losses(task).view(given.shape[:-1])
-    return _reduced(task, reduction, task.problem.replace(class_weight=None))
-
-
 # ---- under the names and with the order of arguments of other libraries --------------------------
 
 
 class FusedLinearCrossEntropyLoss(nn.Module):
     """A module for ``loss(weight, hidden, labels, bias)``, Liger-Kernel's order of arguments.
 
-    The options are those of :func:`fusedce.fused_cross_entropy`; an option or argument under
-    another library's name is an error that gives the name here.
+    The options are those of :func:`fusedce.fused_cross_entropy`.
 
     Examples:
         >>> loss = FusedLinearCrossEntropyLoss(ignore_index=0, label_smoothing=0.1)
@@ -191,14 +147,10 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         ignore_index, softcap, logit_scale, label_smoothing, z_loss, class_weight, reduction,
             chunk_tokens, memory_budget, backend: as in :func:`fusedce.fused_cross_entropy`.
             ``class_weight (V,)`` becomes a buffer, which moves with the module and is not saved.
-
-    Raises:
-        TypeError: an unknown option; the message gives the name here, if it is a known one.
     """
 
     class_weight: Tensor | None
 
-    @explains_names
     def __init__(
         self,
         *,
@@ -227,7 +179,6 @@ class FusedLinearCrossEntropyLoss(nn.Module):
             "backend": backend,
         }
 
-    @explains_names
     def forward(
         self,
         weight: Tensor,  # (V, H)
@@ -255,7 +206,6 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
-@explains_names
 def linear_cross_entropy(
     hidden: Tensor,  # (..., T, H) fp32, bf16, fp16 or fp64
     weight: Tensor,  # (V, H) floats

@@ -10,14 +10,12 @@ from torch import Tensor
 
 from fusedce.autograd import dispatch
 from fusedce.contract.checks import check_argmax_out, check_unsharded, checked, is_sharded
-from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.contract.results import MONITORS, LossSum, MonitoredLossSum
 from fusedce.loss.sharded_problem import SUM, agree
 
 
-@explains_names
 def fused_ce(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
     weight: Tensor,  # (V, H) floats

@@ -11,7 +11,6 @@ from torch import Tensor
 from fusedce.autograd import dispatch
 from fusedce.backends.shards import Tokens
 from fusedce.contract.divergence import checked_divergence
-from fusedce.contract.explain import explains_names, takes_arguments_of
 from fusedce.contract.groups import local_of
 from fusedce.contract.problem import Divergence, Outputs, Problem, Task
 from fusedce.contract.results import LossSum, MonitoredLossSum
@@ -21,7 +20,6 @@ from fusedce.loss.sharded_problem import divergence_task, no_labels
 Kind = Literal["forward", "reverse", "jsd"]
 
 
-@explains_names
 def fused_kl(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
     weight: Tensor,  # (V, H) floats
@@ -123,21 +121,38 @@ def fused_kl(
     return MonitoredLossSum.of(out, monitored_sums(task.problem, monitor, values))
 
 
-@takes_arguments_of(fused_kl)
 def fused_kl_tokens(
-    hidden: Tensor,
-    weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    labels: Tensor | None = None,
-    **options: Any,
+    hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
+    weight: Tensor,  # (V, H) floats
+    teacher_hidden: Tensor,  # (..., H of the teacher)
+    teacher_weight: Tensor,  # (V, H of the teacher) dtype of teacher_hidden
+    labels: Tensor | None = None,  # (...) int64 or int32
+    *,
+    divergence: Kind = "forward",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    ce_weight: float = 0.0,
+    bias: Tensor | None = None,  # (V,) floats
+    teacher_bias: Tensor | None = None,  # (V,) dtype of teacher_hidden
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    ignore_index: int | None = -100,
+    token_weight: Tensor | None = None,  # (...) numbers or bool
+    chunk_tokens: int | None = None,
+    memory_budget: int | None = None,  # bytes
+    backend: str | None = None,
+    process_group: Any = None,
+    tokens_sharded: bool = False,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """:func:`fused_kl` position by position: ``(...)`` nats, 0 at ignored positions.
 
     Exact under any upstream gradient: backward computes both heads' logits once more (six products
     of the head's size instead of four) and leaves out positions whose upstream gradient is 0.
 
-    Args, Raises: as :func:`fused_kl`, without ``monitor``.
+    Args, Raises: as :func:`fused_kl`.
 
     Returns:
         float32 (float64 for float64 inputs), the leading shape of ``hidden``; differentiable in
@@ -149,8 +164,14 @@ def fused_kl_tokens(
         tensor(0.)
     """
     task, tokens = _asked(
-        hidden, weight, teacher_hidden, teacher_weight, labels, reduction="none", **options
-    )
+        hidden, weight, teacher_hidden, teacher_weight, labels, reduction="none",
+        divergence=divergence, beta=beta, temperature=temperature, ce_weight=ce_weight,
+        bias=bias, teacher_bias=teacher_bias, softcap=softcap, teacher_softcap=teacher_softcap,
+        logit_scale=logit_scale, teacher_logit_scale=teacher_logit_scale,
+        ignore_index=ignore_index, token_weight=token_weight,
+        chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
+        process_group=process_group, tokens_sharded=tokens_sharded, vocab_size=vocab_size,
+    )  # fmt: skip
     return tokens.own(dispatch.token_losses(task))[0].view(local_of(hidden).shape[:-1])
 
 
@@ -179,8 +200,6 @@ def _asked(
 
     def check(here: Problem, shard: bool) -> Divergence:
         check_outputs(monitor, None, here.labels, ("correct", "entropy"))
-        if monitor and reduction == "none":
-            raise ValueError("monitor is of fused_kl's sums: fused_logprobs has those of tokens")
         if "correct" in monitor and labels is None:
             raise ValueError("labels must be given with monitor 'correct': they are compared")
         asked["monitor"] = ", ".join(sorted(monitor))

@@ -18,7 +18,6 @@ from fusedce.contract.checks import (
     is_sharded,
     tempered,
 )
-from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
@@ -62,7 +61,6 @@ def fused_logprobs(
     hidden: Tensor, weight: Tensor, labels: Tensor, *,
     mean_logit: bool, **options: Unpack[Options],
 ) -> TokenStats | TokenStatsAndMean: ...  # fmt: skip
-@explains_names
 def fused_logprobs(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
     weight: Tensor,  # (V, H) floats
@@ -153,7 +151,6 @@ def fused_logprobs(
     return TokenStatsAndMean(logprob, *more) if mean_logit else TokenStats(logprob, *more)
 
 
-@explains_names
 @torch.no_grad()
 def fused_argmax(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64

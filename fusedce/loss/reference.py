@@ -14,7 +14,7 @@ from fusedce.contract.results import LossSum
 def reference_ce(
     hidden: Tensor,  # (..., H) any floating dtype
     weight: Tensor,  # (V, H)
-    labels: Tensor,  # (...) int64 or int32; or (..., V) floating
+    labels: Tensor,  # (...) int64 or int32
     *,
     bias: Tensor | None = None,  # (V,)
     ignore_index: int = -100,
@@ -32,7 +32,6 @@ def reference_ce(
     ``loss_sum = sum over valid i of token_weight_i * (CE_i + z_loss * logsumexp(z_i)**2)``, where
     ``CE_i`` is what ``F.cross_entropy`` calls by that name: ``-sum over v of t_v * log p_v`` with
     the smoothed and weighted target ``t = class_weight * ((1 - s) * onehot(labels_i) + s / V)``.
-    Floating labels ``(..., V)`` are class probabilities, used as ``onehot``; every position counts.
 
     Differentiable by autograd. Memory ``8 * N * V`` bytes: for tests and documentation only.
 
@@ -53,22 +52,17 @@ def reference_ce(
     wide = torch.promote_types(dtype, torch.float32)
     hidden = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
     V = len(weight)
-    if labels.is_floating_point():
-        given = labels.reshape(-1, V)
-        counted = torch.ones(len(given), dtype=torch.bool, device=labels.device)
-    else:
-        given = labels.reshape(-1).long()
-        counted = given != ignore_index
+    labels = labels.reshape(-1).long()
+    counted = labels != ignore_index
     # Ignored positions are dropped before anything is computed: a NaN in them must not spread.
     w = torch.ones_like(counted, dtype=wide) if token_weight is None else token_weight
     w = w.reshape(-1).to(wide)
     used = counted & (w != 0)
-    hidden, given, w = hidden[used], given[used], w[used]
+    hidden, labels, w = hidden[used], labels[used], w[used]
 
     logits = _logits(hidden, weight, bias, softcap, logit_scale)
     lse = torch.logsumexp(logits, dim=-1)
-    given = given if labels.is_floating_point() else F.one_hot(given, V)
-    target = (1 - label_smoothing) * given.to(wide) + label_smoothing / V  # (N, V)
+    target = (1 - label_smoothing) * F.one_hot(labels, V).to(wide) + label_smoothing / V  # (N, V)
     if class_weight is not None:
         target = target * class_weight.to(wide)
     # A class that is no target at all may have a logit of -inf: 0 * inf is 0 here.

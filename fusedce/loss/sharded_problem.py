@@ -160,12 +160,11 @@ def divergence_task(
     problem, shard, tokens = agree(problem, sharding, DIVERGENCE, checked)
     (divergence,), real = found, len(problem.weight)
     hidden, weight, bias, *_ = divergence
-    if hidden is not None and weight is not None:
-        divergence = divergence.replace(
-            teacher_hidden=tokens.gather(hidden),
-            teacher_weight=weight[:real],
-            teacher_bias=None if bias is None else bias[:real],
-        )
+    divergence = divergence.replace(
+        teacher_hidden=tokens.gather(hidden),
+        teacher_weight=weight[:real],
+        teacher_bias=None if bias is None else bias[:real],
+    )
     return Task(problem, divergence=divergence, shard=shard), tokens
 
 

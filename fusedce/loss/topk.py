@@ -21,7 +21,6 @@ from fusedce.contract.checks import (
     is_sharded,
     tempered,
 )
-from fusedce.contract.explain import explains_names
 from fusedce.contract.groups import local_of
 from fusedce.contract.labels import used_tokens
 from fusedce.contract.problem import Outputs, Problem, Projection, Shard
@@ -33,7 +32,6 @@ _GROUP = 32  # classes whose maximum is found first
 _MANY, _WIDER = 512, 4  # tokens of a tile of the plan, from which it has so many times the classes
 
 
-@explains_names
 def fused_topk(
     hidden: Tensor,  # (..., H) fp32, bf16, fp16 or fp64
     weight: Tensor,  # (V, H)

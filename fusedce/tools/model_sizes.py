@@ -1,4 +1,4 @@
-"""Turn the MODEL of a command line into sizes, a configuration, a class or a model.
+"""Turn the MODEL of a command line into sizes, or a configuration.
 
 ``MODEL`` is a folder that holds ``config.json``, such a file itself, the name of a class of
 transformers (``LlamaForCausalLM``) or of a model type (``llama``); where sizes are enough, ``H,V``.
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PretrainedConfig
 
 
@@ -85,35 +84,3 @@ def _read_config(model: str) -> PretrainedConfig:
             f"Hugging Face hub ({why}). Where the hub can be reached: "
             f"hf download {model} config.json --local-dir {Path(model).name}; then give that folder"
         ) from None
-
-
-def load(model: str) -> nn.Module:
-    """The model in a folder, of the class that its configuration names, with its weights.
-
-    Raises:
-        UserError: ``model`` is no folder with weights.
-    """
-    folder = Path(model)
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise UserError(f"--full loads weights, and there are none in {model}")
-    kind: Any = class_of(model, config_of(model))
-    try:
-        return kind.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError) as problem:
-        why = str(problem).strip().split("\n")[0]
-        raise UserError(f"cannot load {model}: {why}") from None
-
-
-def class_of(model: str, config: PretrainedConfig) -> type[nn.Module]:
-    """The causal language model's class for ``config``."""
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
-
-    named = [model] if hasattr(transformers, model) else list(config.architectures or ())
-    for name in named:
-        found = getattr(transformers, name, None)
-        if found is not None and hasattr(found, "config_class") and "Config" not in name:
-            return found
-    if config.model_type not in names:
-        raise UserError(f"transformers has no causal language model of type {config.model_type!r}")
-    return getattr(transformers, names[config.model_type])

@@ -2,7 +2,7 @@
 
 Two classes of transformers are changed as the script imports them. A model with an output head has
 it replaced when it is made (:func:`fusedce.replace_loss_head`). A trainer becomes an instance of a
-class of the same name with one of our mixins before the script's own class. Where the mixin refuses
+class of the same name with our mixin before the script's own class. Where the mixin refuses
 a setting, the object becomes one of the script's own class again: what we cannot do better stays as
 it is, and the report says why.
 """
@@ -27,7 +27,7 @@ import fusedce
 from fusedce.tools import script
 
 script.OURS.add(__file__)
-_REFUSALS = (TypeError, ValueError, RuntimeError)  # of replace_loss_head and the mixins
+_REFUSALS = (TypeError, ValueError, RuntimeError)  # of replace_loss_head and the mixin
 
 
 @dataclass
@@ -126,7 +126,7 @@ class Run:
                 return str(why)
 
         def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if issubclass(cls, _mixins()):  # the script's own line
+            if issubclass(cls, fusedce.FusedTrainerMixin):  # the script's own line
                 return object.__new__(cls)
             found = fitted(cls)
             if isinstance(found, str):
@@ -142,8 +142,8 @@ class Run:
         Raises:
             TypeError: the mixin does not fit the class.
         """
-        run, mixin = self, _mixin_of(cls)
-        for kind in cls.__mro__ if mixin is fusedce.FusedTrainerMixin else ():
+        run, mixin = self, fusedce.FusedTrainerMixin
+        for kind in cls.__mro__:
             own = {"training_step", "prediction_step"} & vars(kind).keys()
             if own and kind.__module__.split(".")[0] not in ("transformers", "trl"):
                 # It may compute another loss than the one that the mixin counts.
@@ -160,8 +160,6 @@ class Run:
                 mixin._set_up(self)
             except _REFUSALS as why:
                 leave(self, why)
-            else:
-                run.note_policy(self)
 
         def leave(trainer: Any, why: BaseException) -> None:
             entry = trainer._fusedce_entry
@@ -184,21 +182,11 @@ class Run:
         body: dict[str, Any] = {
             "__init__": __init__, "__module__": cls.__module__, "__doc__": cls.__doc__,
             "__qualname__": cls.__qualname__,
-        }  # fmt: skip
-        if mixin is fusedce.FusedTrainerMixin:
-            body["_get_num_items_in_batch"] = unless_refused("_get_num_items_in_batch", _REFUSALS)
+            "_get_num_items_in_batch": unless_refused("_get_num_items_in_batch", _REFUSALS),
             # (Whatever else fails there, memory that is short for one, is the model's own.)
-            body["prediction_step"] = unless_refused("prediction_step", (ValueError,))
+            "prediction_step": unless_refused("prediction_step", (ValueError,)),
+        }  # fmt: skip
         return types.new_class(cls.__name__, (mixin, cls), exec_body=lambda ns: ns.update(body))
-
-    def note_policy(self, trainer: Any) -> None:
-        """Count the losses of a policy trainer, whose mixin replaces a forward, not a head."""
-        for model in (trainer.model, getattr(trainer, "ref_model", None)):
-            base = getattr(model, "get_base_model", lambda model=model: model)()
-            counts = getattr(getattr(base, "forward", None), "fusedce_counts", None)
-            known = None if counts is None else self.heads.get(base.get_output_embeddings())
-            if known is not None and known.hooks is not None:
-                known.hooks.__dict__["forward"] = types.SimpleNamespace(fusedce_counts=counts)
 
     # ---- the report -------------------------------------------------------------------------
 
@@ -217,22 +205,6 @@ def _hooks_of(head: Any) -> Any:
     hooks = nn.Module()
     hooks._forward_pre_hooks = head._forward_pre_hooks
     return hooks
-
-
-def _mixins() -> tuple[type, ...]:
-    from fusedce.trainer_rl import FusedDistillationMixin, FusedPolicyMixin
-
-    return fusedce.FusedTrainerMixin, FusedPolicyMixin, FusedDistillationMixin
-
-
-def _mixin_of(cls: type) -> Any:
-    from fusedce.trainer_rl import POLICY_TRAINERS
-
-    of_tokens, of_policies, of_distillation = _mixins()
-    names = {kind.__name__ for kind in cls.__mro__ if kind.__module__.startswith("trl.")}
-    if names & {*POLICY_TRAINERS}:
-        return of_policies
-    return of_distillation if "DistillationTrainer" in names else of_tokens
 
 
 def line(found: dict[str, Any]) -> str:

@@ -5,19 +5,24 @@ import threading
 
 import pytest
 import torch
-from support.bounds import EXACT, SAME_SUMS
+import torch.nn.functional as F
+from support.bounds import EXACT
+from torch import func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from fusedce import (
     count_valid,
+    fused_argmax,
     fused_ce,
     fused_cross_entropy,
     fused_kl,
     fused_kl_tokens,
     fused_logprobs,
+    fused_topk,
     shift_labels,
 )
+from fusedce.autograd import sums, tokens
 from fusedce.contract.objective import expecting
 from fusedce.testing import Case
 
@@ -88,15 +93,6 @@ def test_tangents_of_weights_and_temperatures_are_refused(name):
             LOSSES[loss](*leaves, labels, **{name: ones})
 
 
-def test_a_tangent_of_class_probabilities_is_refused():
-    hidden, weight, _ = (x.detach() for x in inputs())
-    given = torch.rand(len(hidden), len(weight))
-    with forward_ad.dual_level():
-        with pytest.raises(ValueError, match="must not require grad, or have a tangent"):
-            fused_cross_entropy(hidden, weight, forward_ad.make_dual(given, given))
-        fused_cross_entropy(hidden, weight, given)
-
-
 @EACH_LOSS
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_second_derivatives_are_refused(loss, backend):
@@ -106,38 +102,72 @@ def test_second_derivatives_are_refused(loss, backend):
         torch.autograd.grad(value, hidden, create_graph=True)
 
 
-def test_transforms_that_need_such_a_derivative_are_refused():
+# ---- torch.func, and several gradients of one graph ------------------------------------------
+
+TRANSFORMS = {
+    "grad": lambda f, h: func.grad(lambda h: f(h).sum())(h),
+    "vmap": lambda f, h: func.vmap(f)(torch.stack([h, h])),
+    "vmap of grad": lambda f, h: func.vmap(func.grad(lambda h: f(h).sum()))(torch.stack([h, h])),
+    "jacrev": lambda f, h: func.jacrev(f)(h),
+    "jacfwd": lambda f, h: func.jacfwd(f)(h),
+    "jvp": lambda f, h: func.jvp(f, (h,), (h,)),
+    "hessian": lambda f, h: func.hessian(lambda h: f(h).sum())(h),
+    "compiled grad": lambda f, h: torch.compile(func.grad(lambda h: f(h).sum()), backend="eager")(
+        h
+    ),
+}
+WITHOUT_GRADIENT = {
+    "topk": lambda h, w, y, **o: fused_topk(h, w, 3, **o).index,
+    "argmax": lambda h, w, y, **o: fused_argmax(h, w, **o),
+    "count": lambda h, w, y, **o: fused_ce(h, w, y, **o).n_valid,
+}
+
+
+@pytest.mark.parametrize("name", [*LOSSES, *WITHOUT_GRADIENT])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_transform_of_torch_func_is_refused(name, transform):
     hidden, weight, labels = (x.detach() for x in inputs())
-
-    def loss(x):
-        return fused_ce(x, weight, labels).loss_sum
-
-    with pytest.raises(RuntimeError, match=NO_TANGENT):
-        torch.func.jvp(loss, (hidden,), (hidden,))
-    with pytest.raises(RuntimeError, match=NO_TANGENT):
-        torch.func.hessian(loss)(hidden)
-    with pytest.raises(RuntimeError, match="gradient of the loss is not differentiable"):
-        torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(hidden)
+    loss = (LOSSES | WITHOUT_GRADIENT)[name]
+    with pytest.raises(RuntimeError, match=r"no transform of torch\.func.*F\.cross_entropy\("):
+        TRANSFORMS[transform](lambda h: loss(h, weight, labels), hidden)
 
 
-# ---- several gradients of one graph ---------------------------------------------------------
+BATCHES = {
+    "is_grads_batched": lambda value, x, given: torch.autograd.grad(
+        value, x, given, is_grads_batched=True
+    ),
+    "vmap of autograd.grad": lambda value, x, given: func.vmap(
+        lambda g: torch.autograd.grad(value, x, g)
+    )(given),
+}
 
 
 @EACH_LOSS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_several_factors_at_once(loss, dtype):
-    """``is_grads_batched`` gives the gradients of one factor after another."""
-    hidden, weight, labels = inputs(dtype=dtype)
+@pytest.mark.parametrize("way", BATCHES)
+@pytest.mark.parametrize("by_operators", [False, True])
+def test_a_batch_of_gradients_is_refused(loss, way, by_operators, monkeypatch):
+    if by_operators:  # as modes and tensor subclasses see a loss
+        for module in (sums, tokens):
+            monkeypatch.setattr(module, "in_eager_mode", lambda problem: False)
+    hidden, weight, labels = inputs()
     value = loss(hidden, weight, labels)
-    factors = torch.randn(3, *value.shape)
-    at_once = torch.autograd.grad(
-        value, (hidden, weight), factors, is_grads_batched=True, retain_graph=True
-    )
-    eps = max(torch.finfo(dtype).eps, SAME_SUMS)
-    for i, factor in enumerate(factors):
-        grads = torch.autograd.grad(value, (hidden, weight), factor, retain_graph=True)
-        for x, y in zip(at_once, grads, strict=True):
-            torch.testing.assert_close(x[i], y, rtol=eps, atol=eps * float(y.abs().max()))
+    with pytest.raises(RuntimeError, match=r"one gradient at a time.*F\.cross_entropy\("):
+        BATCHES[way](value, (hidden, weight), torch.ones(3, *value.shape))
+
+
+def test_a_jacobian_takes_one_gradient_after_another():
+    hidden, weight, labels = inputs(dtype=torch.float64)
+
+    def eager(h):
+        return F.cross_entropy(h @ weight.T, labels, reduction="none")
+
+    def ours(h):
+        return fused_cross_entropy(h, weight, labels, reduction="none")
+
+    jacobian = torch.autograd.functional.jacobian
+    torch.testing.assert_close(jacobian(ours, hidden), jacobian(eager, hidden))
+    with pytest.raises(RuntimeError, match="one gradient at a time"):
+        jacobian(ours, hidden, vectorize=True)
 
 
 @EACH_LOSS

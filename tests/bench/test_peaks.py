@@ -17,12 +17,6 @@ def test_a_known_allocation_is_measured_kept_or_freed(kept, freed):
     assert mib(KNOWN, kept=kept, freed=freed) == pytest.approx(max(kept, freed), abs=1)  # MiB
 
 
-def test_pages_of_files_do_not_count(tmp_path):
-    file = tmp_path / "library"
-    file.write_bytes(bytes(48 << 20))
-    assert mib(KNOWN, kept=4, freed=10, read=str(file)) == pytest.approx(10, abs=1)  # MiB
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "grad", "most_mib"),
@@ -35,8 +29,3 @@ def test_pages_of_files_do_not_count(tmp_path):
 )
 def test_a_training_step_holds_no_logits(dtype, grad, most_mib):
     assert 0 < mib("support.memory:step", dtype=dtype, grad=grad) < most_mib
-
-
-def test_a_call_that_fails_says_how():
-    with pytest.raises(RuntimeError, match="no_such_function"):
-        peak_extra_bytes("support.memory:no_such_function")

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from support.bounds import SAME_MODEL
 from support.command_line import answer, call
 
@@ -84,14 +83,8 @@ WRONG_NUMBERS = ["", "x", "0", "-1", "1.5", "nan", "inf"]
             for x in ("H300", "0")
         ],
         (["plan"], "Missing argument 'MODEL'"),
-        (["check", "no/such/folder"], "there is no folder or file"),
-        (["check", "64,1000"], "is no folder, file, class or model type"),
         *[(["audit", f"--steps={n}"], "--steps") for n in WRONG_NUMBERS],
-        *[
-            ([*command, f"--dtype={x}"], "--dtype")
-            for command in (["plan", "64,1000"], ["check", "llama"])
-            for x in ("", "fp64")
-        ],
+        *[(["plan", "64,1000", f"--dtype={x}"], "--dtype") for x in ("", "fp64")],
         (["nothing"], "No such command 'nothing'"),
     ],
 )
@@ -183,27 +176,26 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path):
     assert f"cannot read {tmp_path}" in " ".join(done.stderr.split())
 
 
-# ---- doctor and progress -------------------------------------------------------------------------
+# ---- doctor --------------------------------------------------------------------------------------
 
 
 def test_the_doctor_reports():
-    found = answer("doctor")
-    assert found["right"]
-    assert [c["dtype"] for c in found["devices"][0]["checks"]] == ["float32", "bfloat16", "float16"]
-    text = call("doctor").output
-    assert "self-check float32   ok" in text
+    lines = answer("doctor")["lines"]
+    assert call("doctor").output.splitlines() == lines
+    assert any(line.startswith("cpu: ") for line in lines)
+    assert any(line.startswith("  bfloat16: torch; not Triton's kernels: ") for line in lines)
 
 
-def test_a_wrong_result_is_found(monkeypatch):
+def test_the_doctor_says_that_kernels_do_not_run(monkeypatch):
     from fusedce.tools import doctor
 
-    def twice(*args, **kwargs):
-        return 2 * fusedce.reference_ce(*args, **kwargs)
-
-    assert doctor.self_check(torch.device("cpu")) < 1e-5  # what the command accepts
-    monkeypatch.setattr(fusedce, "fused_ce", twice)
-    answer("doctor", status=1)
-    assert "FAILED" in call("doctor").output
+    monkeypatch.setattr(doctor, "default_backend", lambda *_: "triton")
+    monkeypatch.setattr(doctor, "why_not_triton", lambda *_: None)
+    for why in (None, "RuntimeError: Failed to find C compiler"):
+        monkeypatch.setattr(doctor, "why_no_kernels", lambda device, why=why: why)
+        said = "\n".join(doctor.report())
+        assert ("float32: Triton's kernels, and torch where H is no" in said) == (why is None)
+        assert f"float32: torch; not Triton's kernels: {why}" in said or why is None
 
 
 def test_versions_stand_beside_those_that_were_tested(monkeypatch):
@@ -227,28 +219,6 @@ def test_tested_versions_are_those_of_the_constraints():
     assert {p: (v[0], v[-1]) for p, v in pinned.items()} == TESTED
 
 
-def test_a_long_command_says_how_far_it_is():
-    from fusedce.tools import check
-
-    lines = []
-    check.check("llama", dtype="bf16", progress=lines.append)
-    assert lines == [
-        "building llama small", "running it as it is, in float32", "running it as it is, in bf16",
-        "running it with a replaced head",
-    ]  # fmt: skip
-
-
-def test_a_missing_package_is_named_before_the_work(monkeypatch):
-    import importlib.util
-
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda x: None if x == "peft" else found(x))
-    done = call("check", "llama", "--peft")
-    assert done.exit_code == 1
-    assert done.stderr.strip().endswith("peft is missing: pip install 'peft'")
-    assert "building" not in done.stderr
-
-
 # ---- audit ----------------------------------------------------------------------------
 
 
@@ -266,12 +236,12 @@ def test_the_audit_tells_a_wrong_loop_from_a_right_one():
 
 @pytest.mark.parametrize("said", ["CUDA out of memory.", "can't allocate memory: 4 bytes"])
 def test_a_model_that_memory_does_not_hold(monkeypatch, said):
-    from fusedce.tools import check
+    from fusedce.tools import plan
 
-    def build(*args, **kwargs):
+    def planned(*args, **kwargs):
         raise RuntimeError(f"{said}\nand where")
 
-    monkeypatch.setattr(check, "build", build)
-    done = call("check", "llama")
+    monkeypatch.setattr(plan, "plan", planned)
+    done = call("plan", "64,1000")
     assert (done.exit_code, type(done.exception)) == (1, SystemExit), done.exception
     assert done.stderr.splitlines()[-1] == f"Error: this machine's memory does not hold it: {said}"

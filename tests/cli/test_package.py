@@ -11,7 +11,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 
 import fusedce
 
@@ -23,7 +22,7 @@ def run(code):
 
 
 def test_every_public_name_is_there():
-    for name in [*fusedce.__all__, "recipes", "sharded", "testing", "trainer_rl"]:
+    for name in [*fusedce.__all__, "recipes", "sharded", "testing"]:
         assert getattr(fusedce, name) is not None
     assert set(fusedce.__all__) <= set(dir(fusedce))
     with pytest.raises(AttributeError, match=r"module 'fusedce' has no attribute 'fused_cd'"):
@@ -48,37 +47,17 @@ def test_a_missing_extra_is_named():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
 def test_a_model_folder_runs_no_code(tmp_path):
-    """Neither a pickle among its weights nor a class that its configuration names."""
+    """A class that its configuration names is not read."""
     from support.command_line import call
 
-    (tmp_path / "config.json").write_text(json.dumps({
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8,
-        "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11,
-    }))  # fmt: skip
     ran = tmp_path / "ran"
-    torch.save({"lm_head.weight": Runs(str(ran))}, tmp_path / "pytorch_model.bin")
-    done = call("check", str(tmp_path), "--full")
-    assert done.exit_code != 0
-    assert "Traceback" not in done.output
     own = {"auto_map": {"AutoConfig": "own.Own"}, "model_type": "own"}
     (tmp_path / "config.json").write_text(json.dumps(own))
     (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n")
-    for arguments in (["check", "--full"], ["plan"]):
-        done = call(*arguments, str(tmp_path))
-        assert done.exit_code == 2, done.output
+    done = call("plan", str(tmp_path))
+    assert done.exit_code == 2, done.output
     assert not ran.exists()
-
-
-class Runs:
-    """A pickle that creates a file where it is read."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (self.path, "w")
 
 
 @pytest.mark.slow

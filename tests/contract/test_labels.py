@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedce import count_valid, shift_labels
+from fusedce import count_valid, fused_ce, fused_cross_entropy, fused_logprobs, shift_labels
 from fusedce.contract.labels import bad_label_code, bad_label_message
 
 
@@ -137,3 +137,46 @@ def test_one_row_is_not_warned_of(recwarn):
     shift_labels(rows.view(-1), cu_seqlens=torch.tensor([0, 4, 8, 12]))
     shift_labels(rows.view(-1), position_ids=torch.arange(4).repeat(3))
     assert not recwarn.list
+
+
+# ---- labels of a loss --------------------------------------------------------------------------
+
+BACKENDS = ["torch", "triton"]
+H, V = 8, 13
+
+
+def inputs(n):
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(n, H, generator=rng), torch.randn(V, H, generator=rng)
+    return hidden, weight, torch.randint(V, (n,), generator=rng)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("value", [2**31, 2**40, -(2**40), V, -1])
+def test_a_bad_label_is_named_with_its_own_value(backend, value):
+    hidden, weight, labels = inputs(4)
+    labels[2] = value
+    for function in (fused_ce, fused_cross_entropy, fused_logprobs):
+        with pytest.raises(ValueError, match=f"got {value} at flattened position 2"):
+            function(hidden, weight, labels, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_no_label_is_ignored(backend, dtype):
+    hidden, weight, labels = inputs(6)
+    labels = labels.to(dtype)
+    out = fused_ce(hidden, weight, labels, ignore_index=None, backend=backend)
+    assert out.n_valid == 6
+    torch.testing.assert_close(out.loss_sum, fused_ce(hidden, weight, labels).loss_sum)
+    for bad in (-100, torch.iinfo(dtype).min):
+        labels[2] = bad
+        with pytest.raises(ValueError, match=r"0 <= label < V=13: got -\d+ at flattened position"):
+            fused_ce(hidden, weight, labels, ignore_index=None, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_argmax_out_that_shares_its_memory_is_named(backend):
+    shared = torch.zeros(1, dtype=torch.int64).expand(5)
+    with pytest.raises(ValueError, match="argmax_out must have memory of its own"):
+        fused_ce(*inputs(5), argmax_out=shared, backend=backend)

@@ -105,3 +105,27 @@ def test_a_denominator_is_a_number_and_never_0():
             out.mean(n)
     with pytest.raises(TypeError, match="denominator must be a number, got str"):
         out.mean("a")
+
+
+def test_a_sum_is_not_formatted_as_a_number():
+    out = a_sum(20, 10)
+    with pytest.raises(TypeError, match=r"cannot be formatted by '\.3f'.*Use \.mean\(\)"):
+        f"{out:.3f}"
+    for text in (f"{out}", str(out), repr(2 * out)):
+        assert "n_valid=tensor(10); .mean() is the loss per token" in text
+
+
+def test_a_grad_scaler_gets_a_loss_and_no_sum():
+    out = a_sum(20, 10)
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(TypeError, match=r"a LossSum has two fields.*scaler\.scale\(acc\.scale"):
+        scaler.scale(out)
+    assert scaler.scale(out.mean()).item() == pytest.approx(out.mean().item() * 2**16)
+
+
+@pytest.mark.parametrize("name", ["loss", "detach", "cpu", "requires_grad"])
+def test_what_a_loss_has_and_a_sum_has_not(name):
+    out = a_sum(20, 10)
+    with pytest.raises(AttributeError, match=rf"a LossSum has no {name}.*Use \.mean\(\)"):
+        getattr(out, name)
+    assert not hasattr(out, "shape")

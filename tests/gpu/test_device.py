@@ -205,18 +205,6 @@ def test_compiled_code(mode):
             assert gap(x.grad * n, y) <= 2 * torch.finfo(torch.bfloat16).eps
 
 
-def test_samples_mapped_by_torch_func():
-    hidden, weight, labels = inputs(300, 256, 5003, torch.float32)
-    samples = hidden.view(3, 100, -1), labels.view(3, 100)
-
-    def loss(w, h, y):
-        return fusedce.fused_ce(h, w, y).loss_sum
-
-    grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weight, *samples)
-    for one, h, y in zip(grads, *samples, strict=True):
-        assert gap(one, step(h, weight, y)[2]) <= 1e-5
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints(reentrant):
     hidden, weight, labels = inputs(300, 256, 5003)

@@ -72,12 +72,6 @@ FUNCTIONS = {
     "several classes": lambda h, w, y, **o: fused_logprobs(
         h, w, torch.stack([y, (y + 1) % V], -1), **o
     ).logprob.sum(),
-    "probabilities": lambda h, w, y, **o: fused_cross_entropy(
-        h, w, torch.nn.functional.one_hot(y, V).to(h.dtype), **o
-    ),
-    "probabilities of tokens": lambda h, w, y, **o: fused_cross_entropy(
-        h, w, torch.nn.functional.one_hot(y, V).to(h.dtype), reduction="none", **o
-    ).sum(),
     "divergence": lambda h, w, y, **o: fused_kl(
         h, w, h.detach() + 1, w.detach(), y, temperature=2.0, **o
     ).mean(),

@@ -430,12 +430,6 @@ def test_monitored_sums_are_the_students_at_temperature_1(backend, monitor):
     torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
-def test_losses_of_tokens_have_no_sums_to_monitor():
-    tensors, _ = Pair().tensors()
-    with pytest.raises(ValueError, match="fused_logprobs has those of tokens"):
-        fused_kl_tokens(*tensors, monitor=("entropy",))
-
-
 def test_entropy_is_monitored_without_labels():
     (*args, labels), _ = Pair().tensors()
     out = fused_kl(*args, monitor=("entropy",))

@@ -7,13 +7,7 @@ from hypothesis import strategies as st
 from support.bounds import EXACT
 
 import fusedce
-from fusedce import (
-    FusedLinearCrossEntropyLoss,
-    fused_ce,
-    fused_cross_entropy,
-    fused_logprobs,
-    linear_cross_entropy,
-)
+from fusedce import FusedLinearCrossEntropyLoss, fused_cross_entropy, linear_cross_entropy
 from fusedce.testing import OPTIONS, cases
 
 H, V = 8, 13
@@ -91,38 +85,3 @@ def test_a_shift_that_cannot_be():
             linear_cross_entropy(hidden, weight, labels, shift=shift)
     with pytest.raises(ValueError, match="ignore_index must be an int with shift"):
         linear_cross_entropy(hidden, weight, labels.clamp(min=0), shift=1, ignore_index=None)
-
-
-@pytest.mark.parametrize(
-    ("function", "name", "ours"),
-    [
-        (fused_ce, "soft_cap", "softcap"),
-        (fused_ce, "lse_square_scale", "z_loss"),
-        (fused_ce, "temperature", "logit_scale=1 / temperature"),
-        (fused_ce, "num_items_in_batch", r"mean\(num_items_in_batch\)"),
-        (fused_ce, "reduction", r"use fused_ce\(\.\.\.\)\.mean\(\), or fused_cross_entropy\("),
-        (fused_ce, "class_weight", r"use fused_cross_entropy\(\.\.\., class_weight="),
-        (fused_cross_entropy, "target", "labels"),
-        (fused_cross_entropy, "ce_weight", "class_weight"),
-        (fused_logprobs, "chunk_size", "chunk_tokens"),
-        (fused_logprobs, "impl", "backend"),
-        (fusedce.fused_argmax, "soft_cap", "softcap"),
-        (linear_cross_entropy, "filter_eps", "no gradient is filtered"),
-    ],
-)
-def test_the_names_of_peers_point_to_ours(function, name, ours):
-    hidden, weight, _, labels = inputs(4)
-    with pytest.raises(
-        TypeError, match=rf"{function.__name__}\(\) has no argument '{name}'.*{ours}"
-    ):
-        function(hidden, weight, labels, **{name: 1.0})
-    with pytest.raises(TypeError, match=r"has no argument 'nonsense': it has .*weight"):
-        function(hidden, weight, labels, nonsense=1.0)
-
-
-def test_the_modules_names_too():
-    with pytest.raises(TypeError, match="has no argument 'lse_square_scale': use z_loss"):
-        FusedLinearCrossEntropyLoss(lse_square_scale=1e-4)
-    hidden, weight, _, labels = inputs(4)
-    with pytest.raises(TypeError, match="has no argument 'target': use labels"):
-        FusedLinearCrossEntropyLoss()(weight, hidden, target=labels)

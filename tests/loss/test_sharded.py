@@ -73,7 +73,6 @@ EVERYTHING = {
     "softcap": 3.0, "logit_scale": 0.7, "label_smoothing": 0.2, "z_loss": 0.05,
     "token_weight": True, "bias": True, "ignore_index": 2,
 }  # fmt: skip
-PROBABILITIES = {"kind": "probabilities", "label_smoothing": 0.1, "z_loss": 0.01}
 TEACHER = {
     "teacher_hidden": True, "teacher_weight": True, "beta": 0.3, "temperature": 1.5,
     "ce_weight": 0.4,
@@ -109,8 +108,6 @@ OPTIONS = {
     "forward": TEACHER | LONGEST | {"divergence": "forward"},
     "reverse": TEACHER | {"divergence": "reverse", "chunk_tokens": 4},
     "jsd": TEACHER | {"divergence": "jsd", "token_weight": True},
-    "probabilities": PROBABILITIES | {"chunk_tokens": 4},
-    "weighted probabilities": PROBABILITIES | {"class_weight": True, "token_weight": True},
 }  # fmt: skip
 # 256 classes share a reference in the interpreter: some ranks have several such blocks.
 WIDE = {2: (300, 530), 4: (40, 530, 0, 70)}
@@ -224,11 +221,6 @@ TORCH = [
     ("divergence", "forward", "torch", "float64", "DTensor"),
     ("monitored divergence", "forward", "torch", "float64"),
     ("monitored divergence", "forward", "torch", "float64", "padded, own tokens"),
-    ("losses", "probabilities", "torch", "float64"),
-    ("sum of losses", "probabilities", "torch", "float64"),
-    ("mean", "probabilities", "torch", "float64"),
-    ("mean", "weighted probabilities", "torch", "float64"),
-    ("losses", "weighted probabilities", "torch", "float64"),
 ]  # fmt: skip
 QUICK = [
     ("sum", "everything", "triton", "float32"),

@@ -71,13 +71,6 @@ def of_placements(hidden, weight, labels, process_group, placed="weight", at=0, 
     return options.pop("function", fused_ce)(**of, labels=labels, **options)
 
 
-def of_placed_tokens(hidden, weight, labels, process_group):
-    """Class probabilities of the tokens and classes of this rank."""
-    mesh = init_device_mesh("cpu", (2,))
-    hidden, weight = (distribute_tensor(x, mesh, [Shard(0)]) for x in (hidden, torch.ones(V, H)))
-    return fused_cross_entropy(hidden, weight, torch.ones(len(hidden.to_local()), V // 2))
-
-
 X = inputs()
 NONE = {"reduction": "none"}
 LOSS, STATS = sharded_cross_entropy, sharded_logprobs
@@ -85,7 +78,7 @@ TWO, OTHERS = torch.zeros(N, 2, dtype=torch.int64), torch.ones(N, 2, dtype=torch
 WHOLE = torch.zeros(N, H, dtype=torch.float64), torch.zeros(V // 2, H, dtype=torch.float64)
 IN_FLOAT64 = dict(zip(("hidden", "weight"), WHOLE, strict=True))
 TWO_BYTES = {"hidden": X["hidden"].bfloat16(), "weight": X["weight"].detach().bfloat16()}
-GIVEN, OWN = torch.full((N, V), 1 / V), {"tokens_sharded": True}
+OWN = {"tokens_sharded": True}
 SHARED = "must be the same on all ranks that share the vocabulary"
 TOO_LARGE = "labels must hold class indices in 0 <= label < V=6"
 
@@ -192,9 +185,6 @@ WRONG = [
     ("k must be in [1, V] with V=6", topk, {"k": 7}),
     ("teacher_weight", divergence, {"teacher_weight": torch.zeros(V, H)}),
     ("backend='torch'", divergence, {"backend": "triton"}),
-    ("labels of class probabilities", LOSS, {"labels": GIVEN}),
-    ("tokens_sharded", LOSS, {"labels": GIVEN[:, :3], "tokens_sharded": True}),
-    ("tokens_sharded must be False with labels of class", of_placed_tokens, {}),
     ("pass weight.redistribute(placements=[Shard(0)])", of_placements, {"at": 1}),
     ("ValueError: weight must have Shard(0)", of_placements, {"at": 1}),
     ("or weight.full_tensor()", of_placements, {"at": None}),

@@ -1,12 +1,11 @@
 """Functions that `lib.peaks.peak_extra_bytes` measures in its tests."""
 
 import functools
-import mmap
 
 import torch
 import torch.distributed as dist
 
-from fusedce import fused_ce, fused_cross_entropy, fused_kl, fused_logprobs, replace_loss_head
+from fusedce import fused_ce, fused_kl, fused_logprobs, replace_loss_head
 from fusedce.sharded import sharded_logprobs
 
 N, H, V = 1024, 64, 16384  # fp32 logits: 64 MiB; weight and its gradient: 4 MiB each
@@ -43,21 +42,18 @@ def step(dtype: str, grad: bool, memory_budget: int | None = None):
     return measured(made, dtype, grad)
 
 
-def compared(dtype: str, memory_budget: int, divergence: str | None):
-    """A step of a divergence from a teacher; of given probabilities where it is ``None``."""
+def compared(dtype: str, memory_budget: int, divergence: str):
+    """A step of a divergence from a teacher."""
 
     def made(hidden, weight, rng):
         n, v = len(hidden), len(weight)
-        if divergence is None:
-            given = torch.rand(n, v, generator=rng).to(hidden)
-            loss = functools.partial(fused_cross_entropy, hidden, weight, given)
-        else:
-            teacher = (torch.randn(x, 2 * H, generator=rng).to(hidden) / 10 for x in (n, v))
-            loss = functools.partial(fused_kl, hidden, weight, *teacher, divergence=divergence)
+        teacher = [torch.randn(x, 2 * H, generator=rng).to(hidden) / 10 for x in (n, v)]
 
         def run():
-            out = loss(memory_budget=memory_budget)
-            (out if divergence is None else out.mean()).backward()
+            out = fused_kl(
+                hidden, weight, *teacher, divergence=divergence, memory_budget=memory_budget
+            )
+            out.mean().backward()
 
         return run
 
@@ -111,21 +107,16 @@ def pieces(count: int, calls: bool):
     return call
 
 
-def known(kept: int, freed: int, read: str | None = None):
-    """Holds ``freed`` MiB for a while, then ``kept`` MiB; reads a file through pages of its own."""
+def known(kept: int, freed: int):
+    """Holds ``freed`` MiB for a while, then ``kept`` MiB."""
 
     def allocate(mib):
         return torch.ones(mib << 20, dtype=torch.uint8)
 
     def call():
-        pages = None
-        if read is not None:
-            with open(read, "rb") as file:
-                pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            assert sum(pages[:: mmap.PAGESIZE]) == 0
         held = allocate(freed)
         del held
-        return allocate(kept), pages
+        return allocate(kept)
 
     allocate(1)
     return call

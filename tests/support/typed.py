@@ -7,11 +7,10 @@ from typing import assert_type
 
 import torch
 from transformers import Seq2SeqTrainer, Trainer
-from trl import DPOTrainer, GRPOTrainer, SFTTrainer
+from trl import SFTTrainer
 
 import fusedce
 from fusedce.contract.results import LossSum, TokenStats, TokenStatsAndMean
-from fusedce.trainer_rl import FusedPolicyMixin
 
 
 class Model(torch.nn.Module): ...
@@ -43,12 +42,6 @@ class B(fusedce.FusedTrainerMixin, Seq2SeqTrainer): ...
 
 
 class C(fusedce.FusedTrainerMixin, SFTTrainer): ...
-
-
-class D(FusedPolicyMixin, DPOTrainer): ...
-
-
-class E(FusedPolicyMixin, GRPOTrainer): ...
 
 
 trained = A(model=torch.nn.Linear(1, 1)).train().training_loss

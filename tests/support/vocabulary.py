@@ -58,8 +58,6 @@ def part(x, rows, tokens=slice(None)):
             found[name] = value[rows].clone()
         if name in OF_TOKENS:
             found[name] = value[tokens].clone()
-        if name == "labels" and value.is_floating_point():  # probabilities of classes
-            found[name] = value[:, rows].clone()
         if name in ("hidden", "weight", "bias"):
             found[name].requires_grad_()
     return found
@@ -73,8 +71,8 @@ def whole(x):
 def inputs(V, dtype=torch.float64, n=N, seed=0, *, kind="indices", **options):
     """Keyword arguments of a loss.
 
-    ``kind`` of labels: "indices", "several" ``(n, K)`` or "probabilities" ``(n, V)``. Tensors
-    replace options that are ``True``. A row that is ignored or of weight 0 holds NaN.
+    ``kind`` of labels: "indices" or "several" ``(n, K)``. Tensors replace options that are
+    ``True``. A row that is ignored or of weight 0 holds NaN.
     """
     rng = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, V, (n,), generator=rng)
@@ -98,16 +96,13 @@ def inputs(V, dtype=torch.float64, n=N, seed=0, *, kind="indices", **options):
         found["class_weight"][1] = 0
     if kind == "indices":
         hidden[labels == options.get("ignore_index", -100)] = float("nan")
-    elif kind == "several":  # classes of all ranks, ignored ones, one twice, and a token of none
+    else:  # classes of all ranks, ignored ones, one twice, and a token of none
         labels = torch.randint(V, (n, K), generator=rng)
         labels[torch.rand(n, K, generator=rng) < 0.2] = -100
         labels[1] = -100
         labels[2, 3] = labels[2, 0]
         hidden = hidden.nan_to_num(0.3)
         hidden[1] = float("nan")
-    else:
-        labels = torch.rand(n, V, generator=rng).to(dtype)
-        hidden = hidden.nan_to_num(0.3)
     return {"hidden": hidden, "labels": labels} | found | options
 
 

@@ -1,4 +1,4 @@
-"""The mixins beside losses of their own: of users, of TRL's trainers, and of Liger's patches."""
+"""The mixin beside losses of their own: of users, of TRL's trainers, and of Liger's patches."""
 
 import importlib
 import sys
@@ -18,7 +18,6 @@ from support.tiny_trainer import (
 from transformers import Trainer
 
 from fusedce import FusedTrainerMixin
-from fusedce.trainer_rl import FusedPolicyMixin
 
 # ---- compute_loss of a user ------------------------------------------------------------------
 
@@ -71,8 +70,6 @@ def test_the_wrong_order_of_bases_raises_when_the_class_is_made():
 HOMES = {
     "GKDTrainer": "trl.experimental.gkd",
     "GOLDTrainer": "trl.experimental.gold",
-    "ORPOTrainer": "trl.experimental.orpo",
-    "CPOTrainer": "trl.experimental.cpo",
     "DistillationTrainer": "trl",
     "DPOTrainer": "trl",
 }
@@ -92,16 +89,6 @@ def test_a_trainer_of_trl_with_another_loss_is_refused_when_the_class_is_made(na
     base = trainer(name)
     with pytest.raises(TypeError, match=rf"{name} has a compute_loss.*leave the mixin out"):
         type("Both", (FusedTrainerMixin, base), {})
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name", ["ORPOTrainer", "CPOTrainer", "GKDTrainer", "GOLDTrainer", "DistillationTrainer"]
-)
-def test_the_policy_mixin_says_where_it_would_fuse_nothing(name):
-    both = type("Both", (FusedPolicyMixin, trainer(name)), {})
-    with pytest.raises(TypeError, match=f"would fuse nothing in {name}.*FusedDistillationMixin"):
-        both(model=llama())
 
 
 # ---- Liger --------------------------------------------------------------------------------------

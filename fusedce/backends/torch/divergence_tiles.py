@@ -1,4 +1,4 @@
-"""The torch backend: a student beside a teacher or given probabilities, and its gradients.
+"""The torch backend: a student beside a teacher, and its gradients.
 
 The student's logits of a chunk of tokens are made tile by tile of the vocabulary, ``(v, C)``, and
 so are the teacher's where there is one. Once the log-sum-exps are known, a second walk over the
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from fusedce.backends.gradients import Gradients, Summed, saved_grad_dtypes, siz
 from fusedce.backends.plan import Plan, choose_plan, compared_classes
 from fusedce.backends.shards import (
     all_reduce,
-    largest_of_ranks,
     nll_and_lse,
     of_ranks,
     sharded_sizes,
@@ -46,7 +45,6 @@ from fusedce.backends.torch.logit_tiles import (
     TileStats,
     chunks_of,
     exp_,
-    largest,
     maxima,
     tiles,
     write_labels,
@@ -60,7 +58,6 @@ from fusedce.contract.problem import (
     JSD,
     NEVER,
     REVERSE,
-    TARGETS,
     Divergence,
     Problem,
     Shard,
@@ -96,7 +93,7 @@ def divergence_and_grads(task: Task) -> Summed:
     )
     parts = chunks_of(rows, plan.tokens)
     grads = Gradients(problem, wanted, dtypes=saved_grad_dtypes(problem), chunks=len(parts))
-    compared = (_ToTargets if divergence.kind == TARGETS else _ToTeacher)(
+    compared = _ToTeacher(
         problem, divergence, plan, compared_classes(call, plan.tokens, plan.classes), shard,
         train=any(wanted.gradients()),
     )  # fmt: skip
@@ -208,7 +205,7 @@ class _ToTeacher(_Compared):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.teacher = self.divergence.teacher()
-        self.teacher_hidden = cast(Tensor, self.divergence.teacher_hidden)
+        self.teacher_hidden = self.divergence.teacher_hidden
         self.teachers = Logits(self.teacher)
         self.of_teacher = self.buffer(len(self.problem.weight))
 
@@ -325,63 +322,3 @@ class _ToTeacher(_Compared):
         torch.mul(d.clamp_(min=0).add_(log).neg_(), s.copy_(q), out=t)  # q log(q / m)
         t.mul_(1 - beta)
         return found
-
-
-class _ToTargets(_Compared):
-    """Beside given probabilities ``t``.
-
-    The cross-entropy is ``T * nll[y] + sum over v of t[v] * (z[y] - z[v])``, with ``T`` the sum of
-    ``t`` and ``y`` its largest class: where the student is sure of ``y``, nothing cancels.
-    """
-
-    def __call__(self, h: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:
-        shard, z_loss, dtype = self.shard, self.problem.z_loss, h.dtype
-        total = torch.zeros(len(h), dtype=torch.float64, device=h.device)  # of all classes but y
-        of_label, y = total - math.inf, torch.zeros_like(chunk)
-        for begin, end in tiles(len(self.problem.weight), self.step):
-            t = self._weighed(chunk, begin, end, dtype)
-            value, place = largest(t.t())
-            total = total + t.scatter_(1, place[:, None], 0).sum(1)
-            less = torch.minimum(value, of_label)
-            total += less.masked_fill_(less == -math.inf, 0)
-            y = torch.where(value > of_label, place + begin, y)
-            of_label = torch.maximum(value, of_label)
-        if shard is not None:
-            of_label, y, total = largest_of_ranks(of_label, y, total, shard)
-        s, stats = self.all(self.logits, h, self.of_student), TileStats(y, dtype)
-        for begin, z, scratch, _ in self.small(s):
-            stats.add(scratch.copy_(z), begin)
-        nll, lse, z_label = self.of_label(stats)
-        of_all, of_lse = total + of_label, 2 * z_loss * lse
-        alpha, z_label = (of_all + of_lse).to(dtype), z_label.to(dtype)
-        at_label = (of_all * (-nll).expm1() + total + of_lse * (-nll).exp()).to(dtype)
-        apart = torch.zeros_like(total)
-        for begin, z, behind, scratch in self.small(s):
-            slope = self.student.slope(z) if self.train else None
-            t = scratch.copy_(self._weighed(chunk, begin, begin + len(z), dtype).t())
-            apart += torch.sub(z_label, z, out=behind).mul_(t).sum(0)
-            if not self.train:
-                continue
-            g = exp_(log_softmax_(z, lse)).mul_(alpha).sub_(t)
-            write_labels(g, y, begin, at_label)
-            if slope is not None:
-                g.mul_(slope)
-        bias, given = self.student.bias, cast(Tensor, self.divergence.probabilities)
-        if bias is not None and self.student.softcap is None:  # see `_impossible`
-            for some in chunks_of((bias <= -NEVER).nonzero()[:, 0], self.step):
-                apart.masked_fill_((given[chunk[:, None], some] > 0).any(1), math.inf)
-        if shard is not None:
-            (apart,) = sums([apart], shard)
-        return of_all * nll + z_loss * lse.square() + apart, s
-
-    def _weighed(self, chunk: Tensor, begin: int, end: int, dtype: torch.dtype) -> Tensor:
-        """``(C, v)`` of a tile: class weights times smoothed probabilities."""
-        given = cast(Tensor, self.divergence.probabilities)[:, begin:end]
-        t = given.index_select(0, chunk).to(dtype)
-        if smoothing := self.problem.label_smoothing:
-            V = len(self.problem.weight) if self.shard is None else self.shard.V
-            t.mul_(1 - smoothing).add_(smoothing / V)
-        if self.problem.class_weight is not None:  # of all ranks' classes
-            first = 0 if self.shard is None else self.shard.first
-            t.mul_(self.problem.class_weight[first + begin : first + end].to(t.dtype))
-        return t

@@ -8,7 +8,7 @@ are computed, ignored ones as zeros.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,7 +140,7 @@ class _Chunk:
         g = s if h.element_size() == 4 else s.view(h.dtype)  # (C, 2 * width)
         losses = torch.empty(C, dtype=torch.float32, device=device)
         factors = torch.empty_like(losses) if self.scale_rows else None
-        hidden, weight = (cast(Tensor, x) for x in self.divergence[:2])
+        hidden, weight = self.divergence[:2]
         there, t = hidden[some], self.of_teacher[:C]
         product(device, there.dtype)(there, weight.t(), out=t[:, :V])
         launch_grid(

@@ -19,7 +19,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fusedce.backends.gradients import is_row_major
 from fusedce.backends.plan import multiple_of_16
 from fusedce.backends.triton.archs import Blocks, vocabulary_splits
-from fusedce.backends.triton_errors import CannotLaunch, why
 from fusedce.contract.labels import bad_label_message
 from fusedce.contract.problem import Problem, Projection
 from fusedce.kernels.compact import compact_kernel
@@ -195,6 +194,15 @@ def compact(
     return packed
 
 
+def probe(device: torch.device) -> None:
+    """Compile and run a small kernel on ``device``; what Triton or the device raises goes on."""
+    with device_guard(device):
+        weight = torch.zeros(1, 16, dtype=torch.float32, device=device)
+        compact(Problem(weight, weight, torch.zeros(1, dtype=torch.int64, device=device)))
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize()
+
+
 def raise_on_cpu(n_valid: Tensor, problem: Problem) -> None:
     """Raise ValueError for a bad label on a CPU; on a GPU the code in ``n_valid`` reports it."""
     if n_valid.device.type == "cpu" and n_valid.item() < 0:
@@ -219,14 +227,5 @@ def launch_grid(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
 
     Products and sums are fused: Triton 3.10 does so only when asked, and without it the forward
     kernel spills.
-
-    Raises:
-        CannotLaunch: the kernel cannot be built or launched on this machine.
     """
-    try:
-        kernel[grid](**arguments, enable_fp_fusion=True)
-    except Exception as error:
-        reason = why(error)
-        if reason is None:
-            raise
-        raise CannotLaunch(f"{kernel.__name__}: {reason}") from error
+    kernel[grid](**arguments, enable_fp_fusion=True)
