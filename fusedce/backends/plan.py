@@ -261,7 +261,7 @@ def _candidates(sizes: Sizes, classes: int) -> list[_Candidate]:
         most = min(most, quarter - step)  # more would be few
     if few < n and few <= most:
         ranges.append(range(few, most + 1, step))
-    ways = [(chunked, tokens, T) for tokens in ranges for T in _halved(classes)]
+    ways: list[_Candidate] = [(chunked, r, T) for r in ranges for T in _halved(classes)]
     if sizes.teacher is not None:
         return ways
     return ways + (_tiled_chunks(sizes) if sizes.triton else _tile_candidates(sizes, classes))
@@ -273,7 +273,7 @@ def _tiled_chunks(sizes: Sizes) -> list[_Candidate]:
     least = equal_parts(n, -(-n // FEW), step) if sizes.accumulator else min(n, LEAST_TOKENS)
     tokens = range(least, max(least, min(n, _DEVICE_TOKENS)) + 1, step)
     widths = [T for T in _halved(sizes.limits.tile_classes) if T >= LEAST_TILE]
-    ways = [(tiled_chunks, tokens, T) for T in widths]
+    ways: list[_Candidate] = [(tiled_chunks, tokens, T) for T in widths]
     if not sizes.accumulator and least > step:
         ways.append((tiled_chunks, range(step, least, step), LEAST_TILE))
     return ways

@@ -427,8 +427,8 @@ class _TiledChunks(_Chunks):
         stats = token_stats(problem, Outputs(lse=True), best, every_row=self.padding is None)
         nll, lse = stats.nll.double(), stats.lse
         head = Projection.of(problem)
-        slope = head.slope(lse - nll)  # of the label's logit
-        slope = head.scale if slope is None else head.scale * slope
+        of_cap = head.slope(lse - nll)  # at the label's logit
+        slope = head.scale if of_cap is None else head.scale * of_cap
         a: Tensor | float = 1.0
         b: Tensor | float = 0.0
         if self.loss_slopes is not None and self.lse is not None:
