@@ -95,6 +95,15 @@ def no_logits(monkeypatch):
 
 
 @pytest.fixture
+def no_small_calls():
+    """Few tokens are computed by chunks, as many are."""
+    from support import device
+
+    with device.no_small_calls():
+        yield
+
+
+@pytest.fixture
 def one_rank():
     """A process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

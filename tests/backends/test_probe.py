@@ -12,6 +12,7 @@ from fusedce.backends import choose
 from fusedce.backends.triton import launch, sum_grads
 from fusedce.testing import Case
 
+pytestmark = pytest.mark.usefixtures("no_small_calls")
 NO_COMPILER = RuntimeError("Failed to find C compiler. Please specify via CC.")
 
 

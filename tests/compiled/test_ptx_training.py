@@ -44,6 +44,17 @@ def by_gemm(gpu, **fields):
 
 
 @ARCHS
+def test_a_small_call(on, arch):
+    """The gradient of the logits is stored over them, in half the bytes."""
+    gpu = on(arch)
+    gpu.small_calls.close()
+    check(train, case(24, 72, 2100, ignored=0.2, logits="peaked", token_weight=True))
+    assert [launch.kernel for launch in gpu.launches[:2]] == [
+        "small_rows_kernel", "small_finish_kernel",
+    ]  # fmt: skip
+
+
+@ARCHS
 @TWO_BYTES
 def test_gradients_are_those_of_the_reference(on, arch, dtype):
     gpu = on(arch)

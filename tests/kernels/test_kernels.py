@@ -17,7 +17,7 @@ from support.params import slow
 
 import fusedce
 from fusedce.backends import triton as launch
-from fusedce.backends.triton import archs, forward, sum_grads
+from fusedce.backends.triton import archs, forward, small_sums, sum_grads
 from fusedce.contract.labels import bad_label_message
 from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.testing import Case, check
@@ -41,10 +41,13 @@ def test_odd_shapes_match_the_reference(N, H, V):
             check(fn, dataclasses.replace(case, requires_grad=need))
 
 
+@pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("bad", [slow(-7), 300, slow(2**31 - 1)])
-def test_bad_label_is_nan_with_a_code_on_the_device(bad, monkeypatch):
+def test_bad_label_is_nan_with_a_code_on_the_device(bad, small, monkeypatch, request):
     """A bad label on a GPU gives NaN and its code, without an assert or a read out of bounds."""
-    for module in (forward, sum_grads):
+    if not small:
+        request.getfixturevalue("no_small_calls")
+    for module in (forward, small_sums, sum_grads):
         monkeypatch.setattr(module, "raise_on_cpu", lambda *args: None)
     hidden, weight, labels, _ = Case((70,), 24, 300).tensors()
     labels[41] = labels[60] = bad

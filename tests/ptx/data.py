@@ -87,10 +87,10 @@ def _shuffle(d, how):
     return step
 
 
-@form(r"redux\.sync\.(add|min)\.([su]32)")
+@form(r"redux\.sync\.(add|min|max)\.([su]32)")
 def _reduce(d, operation, kind):
     d.count(3)
-    reduced = {"add": np.add, "min": np.minimum}[operation].reduce
+    reduced = {"add": np.add, "min": np.minimum, "max": np.maximum}[operation].reduce
     t = TYPES[kind]
     put, read = d.put(d.operands[0], t), d.value(d.operands[1], t)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from ptx import Breakage, breakages, on_device
 
+from support.device import no_small_calls
 from support.params import slow
 
 _BACKEND = "fusedce.backends.triton"
@@ -30,9 +31,9 @@ OPTIONS = {"softcap": 5.0, "logit_scale": 0.7}
 def backend_on(name: str):
     """Inside, the backend runs as on architecture ``name`` of `archs.py`; see :class:`Device`.
 
-    The device given has two attributes more: ``row``, to be replaced where a test wants other
-    blocks (training goes by tiles there, whatever H is), and ``tf32``, whether fp32 products are in
-    TF32.
+    The device given has three attributes more: ``row``, to be replaced where a test wants other
+    blocks (training goes by tiles there, whatever H is); ``tf32``, whether fp32 products are in
+    TF32; and ``small_calls``, a switch: few tokens are computed by chunks until it is closed.
     """
     from fusedce.backends import choose
     from fusedce.backends.triton import archs, head_gradients, launch
@@ -44,6 +45,8 @@ def backend_on(name: str):
             two_bytes=row.two_bytes._replace(gemm_up_to=0),
         )
         device.tf32, device.shared_limit = False, row.shared_limit
+        device.small_calls = stack.enter_context(contextlib.ExitStack())
+        device.small_calls.enter_context(no_small_calls())
         for of, attribute, value in (
             (choose, "why_not_triton", lambda *_: None),
             (archs, "architecture", lambda _: device.row),
@@ -52,7 +55,7 @@ def backend_on(name: str):
             (launch, "tf32_allowed", lambda: device.tf32),
         ):
             stack.enter_context(mock.patch.object(of, attribute, value))
-        for module in ("forward", "sum_grads", "divergence_chunks"):
+        for module in ("forward", "small_sums", "sum_grads", "divergence_chunks"):
             module = import_module(f"{_BACKEND}.{module}")
             stack.enter_context(mock.patch.object(module, "raise_on_cpu"))
         head_gradients.compile_for_sums.cache_clear()

@@ -30,6 +30,13 @@ def current() -> torch.device:
     return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
+def no_small_calls():
+    """Inside, few tokens are computed as many are, by chunks: see `plan.is_small`."""
+    from fusedce.backends import plan
+
+    return mock.patch.object(plan, "SMALL_TOKENS", 0)
+
+
 @contextlib.contextmanager
 def exponentials_by(one_gemm: bool):
     """Inside, training makes exponentials by one GEMM of ours, or by tiles of cuBLAS's."""
@@ -38,5 +45,5 @@ def exponentials_by(one_gemm: bool):
     row = archs.architecture(current())
     of_way = {"gemm_up_to": archs.EVERY_H if one_gemm else 0}
     row = row._replace(two_bytes=row.two_bytes._replace(**of_way))
-    with mock.patch.object(archs, "architecture", return_value=row):
+    with mock.patch.object(archs, "architecture", return_value=row), no_small_calls():
         yield

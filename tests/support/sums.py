@@ -22,7 +22,8 @@ OPTIONS = [
     {"z_loss": 0.01}, {"token_weight": True},
 ]  # fmt: skip
 ALL_OPTIONS = {name: value for option in OPTIONS for name, value in option.items()}
-WAYS = {  # whether by one GEMM, and arguments of the call
+WAYS = {  # whether by one GEMM (None: as the call is), and arguments of the call
+    "as it is": (None, {}),
     "one GEMM": (True, {}),
     "tiles": (False, {}),
     "chunks by one GEMM": (True, {"chunk_tokens": 128 if COMPILED else 32}),
@@ -51,7 +52,7 @@ def least_budget(case, device):
 
 
 def check_sum(way, dtype, device, *, N, H, V, logits="flat", need=("hidden", "weight"), **options):
-    """Compare loss and gradients of one case, computed in one way (None: the default)."""
+    """Compare loss and gradients of one case, computed in one of :data:`WAYS`."""
     options = dict(options)
     bias, token_weight = options.pop("bias", False), options.pop("token_weight", False)
     need = (*need, "bias") if bias and need else need
@@ -59,8 +60,8 @@ def check_sum(way, dtype, device, *, N, H, V, logits="flat", need=("hidden", "we
         (N,), H, V, dtype, logits=logits, ignored=0.3, with_bias=bias, requires_grad=need,
         options=options, token_weight=token_weight,
     )  # fmt: skip
-    one_gemm, given = WAYS[way] if way else (None, {})
+    one_gemm, given = WAYS[way]
     if given.get("memory_budget") == "least":
         given = {"memory_budget": least_budget(case, device)}
-    with exponentials_by(one_gemm) if way else contextlib.nullcontext():
+    with contextlib.nullcontext() if one_gemm is None else exponentials_by(one_gemm):
         check(partial(fusedce.fused_ce, backend="triton", **given), case, device)

@@ -11,6 +11,8 @@ from fusedce.backends.triton import archs, sum_grads
 from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.testing import Case
 
+pytestmark = pytest.mark.usefixtures("no_small_calls")
+
 
 def gradients(monkeypatch, problem, argmax, *, by_gemm):
     row = archs.BY_NAME["interpreter"]

@@ -16,6 +16,8 @@ from fusedce.backends.triton.launch import input_precision, launch_grid
 from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.testing import Case, check
 
+pytestmark = pytest.mark.usefixtures("no_small_calls")
+
 
 @pytest.mark.parametrize("elements", [2**8, 2**17])  # of a tile: of some rows; of all of them
 @pytest.mark.parametrize(("N", "V"), [(100, 100), (128, 777), (300, 256), (300, 777)])

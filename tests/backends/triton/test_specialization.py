@@ -13,6 +13,8 @@ from fusedce.contract.objective import LogitGrad
 from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.testing import Case
 
+pytestmark = pytest.mark.usefixtures("no_small_calls")
+
 
 def key_of(name, value, special):
     """The key for which Triton compiles again: types, and a few properties of values."""

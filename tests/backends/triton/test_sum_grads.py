@@ -6,10 +6,13 @@ from support.bounds import SAME_SUMS, logit_rounding
 from support.params import slow
 
 import fusedce
+from fusedce.backends import plan
 from fusedce.backends import triton as backend
 from fusedce.backends.triton import divergence_chunks, sum_grads, vocab_tiles
 from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.testing import Case
+
+pytestmark = pytest.mark.usefixtures("no_small_calls")
 
 H = 64
 V = 700  # three blocks of the interpreter's row
@@ -81,6 +84,34 @@ def test_bf16_gradients_err_no_more_than_eager(size, right, options, chunk_token
     eager = fusedce.reference_ce(logits, torch.eye(V), labels, **options).loss_sum / len(labels)
     for a, b, c in zip(found, exact, torch.autograd.grad(eager, x), strict=False):
         assert error(a.bfloat16(), b) <= max(1.1 * error(b.bfloat16(), b), error(c, b))
+
+
+def zipf_inputs():
+    """As of text: a few classes are the labels of most tokens, and likely everywhere."""
+    hidden, weight, _ = inputs(torch.bfloat16, 3, 0.0)
+    often = 1 / torch.arange(1, V + 1)
+    hidden[:, 0] = 1
+    weight[:, 0] = often.log().bfloat16()
+    rng = torch.Generator().manual_seed(2)
+    return hidden, weight, torch.multinomial(often, len(hidden), True, generator=rng)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("logits", ["flat", "peaked", "Zipf"])
+def test_few_chunks_and_their_tiles_err_no_more_than_eager(monkeypatch, logits, tiles, chunks):
+    """Each chunk rounds the weight's gradient once, which at most four chunks do."""
+    drawn = {"flat": (1, 0.0), "peaked": (8, 0.6)}
+    hidden, weight, labels = (
+        zipf_inputs() if logits == "Zipf" else inputs(torch.bfloat16, *drawn[logits])
+    )
+    make = plan.tiled_chunks if tiles else plan.chunked
+    monkeypatch.setattr(sum_grads, "choose_plan", lambda call, **_: make(call, 100 // chunks, 256))
+    found, exact = gradients(Problem(hidden, weight, labels))
+    x = [hidden.requires_grad_(), weight.requires_grad_()]
+    eager = torch.nn.functional.cross_entropy(torch.nn.functional.linear(*x).float(), labels)
+    for a, b, c in zip(found, exact, torch.autograd.grad(eager, x), strict=False):
+        assert error(a.bfloat16(), b) <= error(c, b)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
