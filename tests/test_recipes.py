@@ -508,27 +508,6 @@ def test_what_is_no_tensor_is_named(loss):
                     loss(**RIGHT[loss] | {name: wrong})
 
 
-NARROW = [loss for loss in RIGHT if "hidden" not in RIGHT[loss] and "top" not in RIGHT[loss]]
-
-
-@pytest.mark.parametrize("loss", NARROW, ids=lambda loss: loss.__name__)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_inputs_are_computed_in_float32(loss, dtype):
-    rng = torch.Generator().manual_seed(3)
-    given = {
-        name: -3 * torch.rand(x.shape, generator=rng).to(dtype)
-        if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-        for name, x in RIGHT[loss].items()
-    }  # fmt: skip
-    wide = {
-        name: x.float() if isinstance(x, torch.Tensor) and x.dtype == dtype else x
-        for name, x in given.items()
-    }
-    found, exact = loss(**given), loss(**wide)
-    assert found.loss_sum.dtype == torch.float32
-    torch.testing.assert_close(found.loss_sum, exact.loss_sum, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("fill", [float("inf"), -float("inf"), float("nan"), -1e4])
 def test_tokens_that_are_not_used_hold_anything(fill):
     """Samplers pad with what they like; neither loss nor gradients see it."""

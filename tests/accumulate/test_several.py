@@ -225,22 +225,6 @@ def test_two_streaming_accumulators_over_the_same_gradients_are_refused(declared
         b.finish()
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_two_models_with_accumulators_of_their_own_are_right(together):
-    """Two models are trained in turns, like a generator and its discriminator, or at once."""
-    weights = [new_weight() for _ in range(2)]
-    accs = [LossAccumulator([weight]) for weight in weights]
-    for sizes in ((3, 9), (1, 4)):
-        found = zip(weights, accs, sizes, strict=True)
-        losses = [acc.scale(a_loss(n, weight)) for weight, acc, n in found]
-        for one in [sum(losses)] if together else losses:
-            one.backward()
-        for weight, acc in zip(weights, accs, strict=True):
-            acc.finish()
-            weight.grad = None
-    assert [acc.metrics()["n_windows"] for acc in accs] == [2, 2]
-
-
 def test_an_accumulator_for_each_of_six_threads():
     interval = sys.getswitchinterval()
 

@@ -99,22 +99,6 @@ def test_another_number_of_ranks_loads_it(world):
         assert m["n_windows"] == 5
 
 
-on_two_ranks = ranks.together()
-
-
-@on_two_ranks
-def test_one_rank_reads_and_saves_alone(rank):
-    """After windows of each kind; no other rank takes part."""
-    acc = trained(rank, 2)
-    if rank == 0:
-        metrics = acc.metrics(reset=True)
-        assert (metrics["n_tokens"], metrics["n_windows"]) == (24, 2)
-        assert acc.state_dict()["n_valid"] == 0
-    dist.barrier()
-    if rank:
-        acc.metrics(reset=True)
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copy_goes_on_by_itself(copied):
     acc = LossAccumulator(on_empty="skip", grad_reduction="sum", backward_divisor=3)

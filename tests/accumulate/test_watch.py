@@ -7,7 +7,6 @@ import copy
 import gc
 import weakref
 
-import accelerate
 import pytest
 import torch
 from support.bounds import SAME_SUMS
@@ -117,16 +116,6 @@ def before(acc, model, streaming):
     step(acc, model, streaming)
 
 
-def set_to_none(model):
-    model.zero_grad(set_to_none=True)
-
-
-def value_head(acc, model, streaming):
-    """A value head's own backward reaches the body."""
-    head, x = torch.nn.Linear(H, 1), torch.ones(2, H)
-    step(acc, model, streaming, last=lambda: head(model[0](x)).square().mean().backward())
-
-
 def steps_inside(acc, model, streaming):
     step(acc, model, streaming, between=sgd(model).step)
 
@@ -137,10 +126,8 @@ MISTAKES = {
     "never zeroed, no optimizer of torch": (never_zeroed(False), LEFT, STREAMING),
     "left by an expert": (left_by_an_expert, r"finish\(\) would rescale", STREAMING),
     "a loss before": (before, r"finish\(\) would rescale", STREAMING),
-    "zeroed at the end": (during("last", set_to_none), LATE, STREAMING),
     "clipped before finish": (during("last", clip), LATE, STREAMING),
     "regularised at the end": (during("last", regularise), LATE, STREAMING),
-    "a value head at the end": (value_head, LATE, STREAMING),
     "a step": (steps_inside, r"SGD.step\(\) inside an open window: 1 ", BOTH),
 }
 
@@ -233,16 +220,6 @@ def an_expert_that_comes_later(acc, model, streaming, to_none):
         model.zero_grad(set_to_none=to_none)
 
 
-def unfrozen_between_windows(acc, model, streaming, to_none):
-    model[0].requires_grad_(False)
-    step(acc, model, streaming)
-    assert model[0].weight.grad is None
-    model.zero_grad(set_to_none=to_none)
-    model[0].requires_grad_(True)
-    step(acc, model, streaming)
-    assert_exact(model)
-
-
 def dropped_and_tried_again(acc, model, streaming, to_none):
     def fail():
         raise KeyError("labels")
@@ -256,7 +233,7 @@ def dropped_and_tried_again(acc, model, streaming, to_none):
 
 RIGHT = [
     after_a_step, two_windows_before_a_step, regularised_inside, stepped_inside,
-    an_expert_that_comes_later, unfrozen_between_windows, dropped_and_tried_again,
+    an_expert_that_comes_later, dropped_and_tried_again,
 ]  # fmt: skip
 
 
@@ -285,19 +262,6 @@ def test_a_plain_tensor_may_be_a_parameter(streaming):
         weight.grad.mul_(0.5)
         with pytest.raises(RuntimeError, match=LATE):
             acc.finish()
-
-
-@WAYS
-def test_a_hook_may_put_another_gradient_in_place(streaming):
-    """As masks of pruned weights do."""
-    micro = batches(SIZES)
-    weight, exact, _ = weight_and_grad(micro)
-    weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 1.0))
-    acc = LossAccumulator([weight])
-    windowed(
-        acc, streaming, None, SIZES, lambda: [acc.backward(out_of(weight, one)) for one in micro]
-    )
-    assert distance(weight.grad, exact) <= SAME_SUMS
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -353,14 +317,6 @@ def test_dropping_a_window_drops_the_gradients_of_a_given_model(watch):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_an_accumulator_is_copied_with_its_model():
-    model, acc = watched()
-    pair = copy.deepcopy({"model": model, "acc": acc})
-    step(pair["acc"], pair["model"], True)
-    assert_exact(pair["model"])
-    assert model[0].weight.grad is None
-
-
 # ---- factors ------------------------------------------------------------------------------------
 
 
@@ -380,7 +336,7 @@ def error_of_exact(grad):
     return distance(grad, weight_and_grad(batches([3, 5]))[1])
 
 
-@pytest.mark.parametrize("factor", [0.25, 2.0, 1 / 3, 100.0, 8.0])
+@pytest.mark.parametrize("factor", [0.25, 100.0])
 @WAYS
 def test_a_factor_after_scale_is_named(streaming, factor):
     weight = new_weight()
@@ -388,19 +344,6 @@ def test_a_factor_after_scale_is_named(streaming, factor):
         scaled(
             LossAccumulator([weight]), streaming, weight, lambda loss: (loss * factor).backward()
         )
-
-
-@WAYS
-def test_accelerates_division_is_named_unless_the_accumulator_was_told(streaming):
-    engine, weight = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4), new_weight()
-    with pytest.raises(RuntimeError, match=r"multiplied by 0.25 after scale\(\)"):
-        scaled(LossAccumulator([weight]), streaming, weight, engine.backward)
-    for acc in (
-        LossAccumulator([weight], backward_divisor=4),
-        LossAccumulator.from_accelerator(engine, [weight]),
-    ):
-        weight.grad = None
-        assert error_of_exact(scaled(acc, streaming, weight, engine.backward)) <= SAME_SUMS
 
 
 @pytest.mark.parametrize("init_scale", [1024.0, 1000.0, 1.0])
@@ -562,19 +505,6 @@ def test_a_loss_inside_of_a_checkpoint_raises_no_alarm(streaming, reentrant):
 
     windowed(acc, streaming, None, SIZES, loop)
     assert_exact(model)
-
-
-def test_two_optimizers_may_step_at_their_own_pace():
-    slow, fast = torch.randn(5, 4, requires_grad=True), torch.randn(11, 4, requires_grad=True)
-    acc = LossAccumulator([slow, fast])
-    optimizers = torch.optim.SGD([slow], 0.1), torch.optim.SGD([fast], 0.1)
-    labels = torch.tensor([1, 2, 3, 4, 5])
-    for step in range(4):
-        with acc.window([5]):
-            acc.backward(fused_ce(slow, fast, labels))
-        for optimizer in optimizers[: 1 + step % 2][::-1] if step % 2 else optimizers[1:]:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def test_an_auxiliary_loss_of_a_reentrant_checkpoint_is_refused():

@@ -350,25 +350,3 @@ def test_a_dtensor_of_a_vocabulary_is_guarded_and_clipped(rank):
         with pytest.raises(RuntimeError, match=r"SGD.step\(\) inside|cannot clip"):
             loop(refused)
         acc.discard_window()
-
-
-@pytest.mark.parametrize("views", EITHER)
-def test_two_declared_windows_before_a_step_of_ddp(views):
-    ranks.shared({"two": functools.partial(two_windows, views)})("two")
-
-
-def two_windows(views, rank):
-    model = ddp(gradient_as_bucket_view=views)()
-    acc, optimizer = LossAccumulator(model), torch.optim.SGD(model.parameters(), lr=0.0)
-    exact = parallel.single_process(2, rate=0.0)[0]
-    for to_none in (True, False, False):
-        for window in range(2):
-            micro = parallel.micro_batches(window, rank)
-            with acc.window([(y != -100).sum() for _, y in micro]):
-                for i, one in enumerate(micro):
-                    with sync_last(model, i == len(micro) - 1):
-                        acc.backward(model(*one))
-        for p, a, b in zip(model.parameters(), *exact[:2], strict=True):
-            assert distance(p.grad, a + b) <= 2 * SAME_SUMS
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=to_none)

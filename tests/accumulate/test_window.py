@@ -166,16 +166,6 @@ def test_a_window_is_entered():
 # ---- micro-batches that fail, are not differentiated, or are computed twice ----------------------
 
 
-def test_a_later_backward_does_not_heal_one_that_raised():
-    weight, acc = new_weight(), LossAccumulator()
-    scaled = [acc.scale(out_of(weight, one, not i)) for i, one in enumerate(batches([3, 5]))]
-    with pytest.raises(ZeroDivisionError):
-        scaled[0].backward()
-    scaled[1].backward()
-    with pytest.raises(RuntimeError, match="can only be dropped"):
-        acc.finish([weight])
-
-
 @pytest.mark.parametrize("last", [False, True])
 @WAYS
 def test_a_loss_that_is_never_differentiated_is_named(streaming, last):
@@ -296,19 +286,6 @@ def test_gradients_that_are_added_by_hand_need_an_accumulator_that_does_not_watc
         else:
             windowed(acc, streaming, None, [3, 5], loop)
             assert distance(weight.grad, exact) <= SAME_SUMS
-
-
-@WAYS
-def test_an_engine_divides_all_losses_of_a_window_or_none(streaming):
-    weight, micro = new_weight(), batches([3, 5])
-    acc = LossAccumulator([weight], backward_divisor=4)
-
-    def loop():
-        for one, divisor in zip(micro, (4, 1), strict=True):
-            (acc.scale(out_of(weight, one)) / divisor).backward()
-
-    with pytest.raises(RuntimeError, match=r"other losses of this window by another"):
-        windowed(acc, streaming, None, [3, 5], loop)
 
 
 def test_a_loss_of_a_window_that_was_closed_is_refused():

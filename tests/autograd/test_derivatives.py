@@ -8,11 +8,9 @@ import torch
 import torch.nn.functional as F
 from support.bounds import EXACT
 from torch import func
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from fusedce import (
-    count_valid,
     fused_argmax,
     fused_ce,
     fused_cross_entropy,
@@ -20,7 +18,6 @@ from fusedce import (
     fused_kl_tokens,
     fused_logprobs,
     fused_topk,
-    shift_labels,
 )
 from fusedce.autograd import sums, tokens
 from fusedce.contract.objective import expecting
@@ -220,28 +217,3 @@ def test_threads_differentiate_one_graph(name):
     assert len(found) == 20 * threads
     for grads in found:
         torch.testing.assert_close(grads, expected, **EXACT)
-
-
-# ---- fake tensors and dtypes ----------------------------------------------------------------
-
-
-def test_values_of_fake_tensors_are_not_asked_for():
-    with FakeTensorMode():
-        hidden, weight, labels = torch.empty(9, 12), torch.empty(37, 12), torch.zeros(9).long()
-        stats = fused_logprobs(hidden, weight, labels, temperature=torch.ones(9))
-        assert stats.logprob.shape == (9,)
-        borders = torch.tensor([0, 4, 9])
-        assert shift_labels(labels, cu_seqlens=borders).shape == (9,)
-        assert count_valid(labels, cu_seqlens=borders).shape == ()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("K", [None, 2])
-def test_statistics_are_of_one_dtype(dtype, K):
-    """The dtype of the temperature does not change theirs."""
-    hidden, weight, labels = inputs(dtype=dtype)
-    labels = labels if K is None else labels[:, None].expand(-1, K)
-    t = torch.full((9,), 1.3, dtype=torch.float64)
-    stats = fused_logprobs(hidden, weight, labels, temperature=t)
-    wide = torch.promote_types(dtype, torch.float32)
-    assert stats.logprob.dtype == stats.lse.dtype == stats.entropy.dtype == wide

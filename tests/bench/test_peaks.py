@@ -15,17 +15,3 @@ def mib(target, **kwargs):
 @pytest.mark.parametrize(("kept", "freed"), [slow(8, 0), (0, 24), slow(5, 40), slow(40, 5)])
 def test_a_known_allocation_is_measured_kept_or_freed(kept, freed):
     assert mib(KNOWN, kept=kept, freed=freed) == pytest.approx(max(kept, freed), abs=1)  # MiB
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "grad", "most_mib"),
-    [
-        # gradients of weight and hidden, chunk of logits, tiles and their temporaries
-        ("float32", True, 4.3 + 4 + 10),
-        ("float32", False, 12),
-        ("bfloat16", True, 2.2 + 4 + 2 + 14),  # and the float32 accumulator
-    ],
-)
-def test_a_training_step_holds_no_logits(dtype, grad, most_mib):
-    assert 0 < mib("support.memory:step", dtype=dtype, grad=grad) < most_mib

@@ -98,12 +98,6 @@ def test_a_mistake_is_named_without_a_trace(arguments, words):
     assert done.stdout == ""
 
 
-def test_a_suggestion_is_made_once():
-    hint = call("plan", "gpt").stderr.split("did you mean ")[1].strip().rstrip("?").split(" or ")
-    assert len(hint) > 1
-    assert len(set(hint)) == len(hint)
-
-
 @pytest.mark.parametrize(
     ("raised", "status", "words"),
     [
@@ -126,13 +120,6 @@ def test_what_stops_a_command_is_one_line(monkeypatch, raised, status, words):
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert "Traceback" not in done.output
-
-
-def test_an_error_of_ours_keeps_its_trace(monkeypatch):
-    from fusedce.tools import plan
-
-    monkeypatch.setattr(plan, "plan", lambda *a, **k: [][1])
-    assert isinstance(call("plan", "64,1000").exception, IndexError)
 
 
 def looked_up(monkeypatch, outcome):
@@ -232,16 +219,3 @@ def test_the_audit_tells_a_wrong_loop_from_a_right_one():
     assert right["steps"][0]["scale"] == pytest.approx(1, rel=SAME_MODEL)
     assert wrong["steps"][0]["loss"] == pytest.approx(right["steps"][0]["loss"], rel=SAME_MODEL)
     assert "| at the right one" in call("audit", "--steps", "1", "--picture").output
-
-
-@pytest.mark.parametrize("said", ["CUDA out of memory.", "can't allocate memory: 4 bytes"])
-def test_a_model_that_memory_does_not_hold(monkeypatch, said):
-    from fusedce.tools import plan
-
-    def planned(*args, **kwargs):
-        raise RuntimeError(f"{said}\nand where")
-
-    monkeypatch.setattr(plan, "plan", planned)
-    done = call("plan", "64,1000")
-    assert (done.exit_code, type(done.exception)) == (1, SystemExit), done.exception
-    assert done.stderr.splitlines()[-1] == f"Error: this machine's memory does not hold it: {said}"

@@ -37,16 +37,6 @@ def test_names_are_those_that_type_checkers_see():
         assert re.search(rf"from fusedce\.{home} import [(\s]*{name} as {name}\b", seen), name
 
 
-@pytest.mark.slow
-def test_a_missing_extra_is_named():
-    code = "import sys; sys.modules['hypothesis'] = None; import fusedce; fusedce.testing"
-    done = run(code)
-    assert done.returncode == 1
-    assert "fusedce.testing needs hypothesis: pip install 'fusedce[testing]'" in done.stderr
-    done = run(code.replace("fusedce.testing", "print(fusedce.sharded.sharded_ce)"))
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_model_folder_runs_no_code(tmp_path):
     """A class that its configuration names is not read."""
     from support.command_line import call

@@ -1,22 +1,13 @@
 """`fusedce run` runs an unchanged script: what it changes, and that it changes nothing else."""
 
-import ast
 import json
-import os
 
 import pytest
 import torch
-from support import trl_programs
 from support.bounds import SAME_MODEL
 from support.command_line import call
 from support.scripts import ACCELERATE_TWO, TRAINER, TWO, python
 from support.tiny_trainer import CLOSE
-from support.versions import trl_1_16
-
-HANGS_AT_TIMES = pytest.mark.skipif(
-    "FUSEDCE_TRL_ON_RANKS" not in os.environ,
-    reason="stock TRL hangs at times when its DDP is freed: FUSEDCE_TRL_ON_RANKS=1 runs it",
-)
 
 
 def fused(folder, *arguments, launcher=()):
@@ -243,47 +234,7 @@ def test_a_loss_or_a_step_of_a_scripts_own_and_an_evaluation_alone_stay_the_scri
     assert "Trainer keeps its loss (FusedTrainerMixin computes" in done.stderr
 
 
-# ---- TRL and a plain loop ----------------------------------------------------------------------
-
-
-def logged(done):
-    """The dictionaries that a trainer has printed, without times."""
-    lines = [ast.literal_eval(line) for line in done.stdout.splitlines() if line.startswith("{'")]
-    return [
-        {key: float(x) for key, x in entry.items() if not any(t in key for t in ("time", "second"))}
-        for entry in lines
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=HANGS_AT_TIMES)])
-@pytest.mark.parametrize("program", ["sft", "dpo", "kto", "grpo"])
-def test_a_program_of_trl_is_run_unchanged(program, ranks, tmp_path):
-    """It logs what the stock program logs, on one rank and on two; TRL's other losses stay."""
-    trl_1_16()
-    trl_programs.write(tmp_path)
-    arguments = ["-m", f"trl.scripts.{program}", *trl_programs.arguments(program, tmp_path)]
-    stock = logged(python(tmp_path, *(TWO if ranks == 2 else []), *arguments))
-    report, done = fused(tmp_path, *arguments, launcher=TWO if ranks == 2 else ())
-    ours = logged(done)
-    assert len(ours) == len(stock) == 3  # two steps and the summary
-    for mine, exact in zip(ours, stock, strict=True):
-        assert mine.keys() == exact.keys()
-        if program == "sft":  # the run's loss: over its tokens here, over its steps there
-            mine.pop("train_loss", None), exact.pop("train_loss", None)
-        for key in mine:  # they are printed to four digits
-            assert mine[key] == pytest.approx(exact[key], rel=1e-3, abs=1e-4), key
-    (trainer,) = report["trainers"]
-    assert all(model["replaced"] for model in report["models"])
-    fused_losses = sum(model["losses_fused"] for model in report["models"])
-    if program == "sft":
-        assert trainer["mixin"] == "FusedTrainerMixin"
-        assert fused_losses >= 2
-        assert all(model["logits_made"] == 0 for model in report["models"])
-    else:
-        assert (trainer["mixin"], fused_losses) == (None, 0)
-        assert "has a compute_loss of its own" in trainer["why_not"]
-        assert "TRL has installed a fused head of its own" in str(report["models"])
+# ---- a plain loop ------------------------------------------------------------------------------
 
 
 LOOP = """

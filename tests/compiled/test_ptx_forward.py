@@ -1,6 +1,5 @@
 """The compiled forward kernel has the values of the interpreted tests, and no hazard."""
 
-import functools
 import os
 import re
 import subprocess
@@ -16,20 +15,18 @@ from support.compiled import (
     FIRST_ARCH,
     FP32,
     OPTIONS,
-    TWO_BYTES,
     assert_same_bits_in_every_order,
 )
 from support.oracle import finished_logits
 
 import fusedce
-from fusedce.backends.triton import archs, launch
+from fusedce.backends.triton import archs
 from fusedce.backends.triton.forward import loss
 from fusedce.contract.problem import Problem
-from fusedce.testing import Case, check
+from fusedce.testing import Case
 
 ROOT = Path(__file__).parents[2]
 OF_LSE = {"rtol": STATISTIC, "atol": STATISTIC}
-forward = functools.partial(fusedce.fused_ce, backend="triton")
 
 
 def case(N, H, V, dtype=BF16, **more):
@@ -59,18 +56,6 @@ def in_blocks(gpu, dtype=BF16, **fields):
 
 
 @ARCHS
-@TWO_BYTES
-def test_values_are_those_of_the_reference(on, arch, dtype):
-    """H is no multiple of a block, V of nothing."""
-    gpu = on(arch)
-    check(forward, case(140, 200, 515, dtype, ignored=0.2))
-    assert gpu.ran("walk_kernel") == 1
-    text = gpu.texts["walk_kernel"]
-    assert ("wgmma.mma_async" in text) == (arch == "sm_90")
-    assert ("cp.async.bulk.tensor" in text) == (arch == "sm_90" and launch.TMA)
-
-
-@ARCHS
 @pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
 def test_fp32_values(on, arch, tf32):
     gpu = on(arch)
@@ -83,23 +68,6 @@ def test_fp32_values(on, arch, tf32):
     exact = fusedce.reference_ce(hidden, weight, labels).loss_sum
     torch.testing.assert_close(total.double(), exact, rtol=STATISTIC, atol=0)
     assert ("tf32" in gpu.texts["walk_kernel"]) == tf32
-
-
-def test_values_without_tma(on, monkeypatch):
-    gpu = on("sm_90")
-    monkeypatch.setattr(launch, "TMA", False)
-    in_blocks(gpu, MAX_SPLITS=2)
-    check(forward, case(140, 136, 600, ignored=0.2))
-    text = gpu.texts["walk_kernel"]
-    assert "wgmma.mma_async" in text
-    assert "cp.async.bulk.tensor" not in text
-
-
-@ARCHS
-def test_values_with_options(on, arch):
-    gpu = on(arch)
-    in_blocks(gpu, MAX_SPLITS=2)
-    check(forward, case(40, 72, 600, with_bias=True, options=OPTIONS))
 
 
 def every_choice():

@@ -5,7 +5,6 @@ import functools
 import pytest
 import torch
 from support import oracle
-from support.bounds import logit_rounding
 from support.compiled import (
     ARCHS,
     BF16,
@@ -16,6 +15,7 @@ from support.compiled import (
     TWO_BYTES,
     assert_same_bits_in_every_order,
 )
+from support.statistics import compare
 
 import fusedce
 from fusedce.backends import plan
@@ -25,53 +25,11 @@ from fusedce.testing import Case, check
 BOTH = ("hidden", "weight")
 
 
-def compare(case, temperature=1.0, chunk_tokens=None, mean=False):
-    """Statistics to fp32's rounding, gradients to a few roundings of their own dtype."""
-    hidden, weight, labels, bias = case.tensors()
-    hidden = hidden.nan_to_num()
-    exact_inputs = [x.double().requires_grad_() for x in (hidden, weight)]
-    inputs = [x.requires_grad_() for x in (hidden, weight)]
-    ours = fusedce.fused_logprobs(
-        *inputs, labels, bias=bias, temperature=temperature, chunk_tokens=chunk_tokens,
-        mean_logit=mean, backend="triton", **case.options,
-    )  # fmt: skip
-    wide = None if bias is None else bias.double()
-    exact = oracle.token_stats(
-        *exact_inputs, labels, bias=wide, temperature=temperature, **case.options
-    )
-    slope = abs(case.options.get("logit_scale", 1.0)) / temperature
-    of_logits = 2 * max(slope, 1.0) * logit_rounding(hidden, weight, bias)
-    close = {"rtol": of_logits, "atol": of_logits}
-    for name in ("logprob", "entropy", "lse"):
-        a, b = getattr(ours, name), getattr(exact, name)
-        torch.testing.assert_close(a.double(), b, **close)
-    z = oracle.finished_logits(*exact_inputs, wide, **case.options)
-    taken = z.gather(1, ours.argmax.clamp(min=0)[:, None])[:, 0]
-    valid = labels != -100
-    assert (taken >= z.amax(1) - of_logits)[valid].all()
-    assert ours.argmax[~valid].eq(-1).all()
-    if mean:
-        exact_mean = torch.where(valid, (z / temperature).mean(1), 0)
-        torch.testing.assert_close(ours.mean_logit.double(), exact_mean, **close)
-    factors = torch.linspace(-1, 1, len(labels), dtype=torch.float64)
-
-    def of(stats):
-        return (factors * stats.logprob.double() + 0.1 * stats.entropy.double()).sum()
-
-    rounding = max(4 * torch.finfo(case.dtype).eps, 4 * of_logits)
-    found, wanted = (
-        torch.autograd.grad(of(ours), inputs),
-        torch.autograd.grad(of(exact), exact_inputs),
-    )
-    for a, b in zip(found, wanted, strict=True):
-        assert (a.double() - b).norm() <= rounding * b.norm()
-
-
 @ARCHS
 @TWO_BYTES
 def test_statistics_and_gradients(on, arch, dtype):
     gpu = on(arch)
-    compare(Case((24,), 72, 515, dtype, ignored=0.2))
+    compare(Case((24,), 72, 515, dtype, ignored=0.2), "triton")
     names = {launch.kernel for launch in gpu.launches}
     assert names >= {"walk_kernel", "merge_stats_kernel", "token_grad_kernel"}
 
@@ -79,7 +37,7 @@ def test_statistics_and_gradients(on, arch, dtype):
 @ARCHS
 def test_statistics_with_options(on, arch):
     on(arch)
-    compare(Case((24,), 40, 300, BF16, with_bias=True, options=OPTIONS), 0.7, 10)
+    compare(Case((24,), 40, 300, BF16, with_bias=True, options=OPTIONS), "triton", 0.7, 10)
 
 
 @ARCHS
@@ -120,40 +78,16 @@ def small_tiles(monkeypatch):
 def test_backward_by_tiles_of_the_vocabulary(on, small_tiles, arch, dtype, fn):
     gpu = on(arch)
     check(fn, Case((40,), 72, 515, dtype, requires_grad=BOTH, ignored=0.2, logits="peaked"))
-    assert gpu.ran("token_grad_kernel") == 3 * 3  # of 40 tokens, more than 32 have a label
-
-
-@FIRST_ARCH
-@pytest.mark.parametrize(
-    "options", [OPTIONS, {"label_smoothing": 0.1, "z_loss": 0.1}], ids="+".join
-)
-def test_backward_by_tiles_with_options(on, small_tiles, arch, options):
-    on(arch)
-    weighted = "z_loss" in options
-    check(by_tiles, Case((24,), 40, 300, BF16, requires_grad=(*BOTH, "bias"), ignored=0.2,
-                         with_bias=True, options=options, token_weight=weighted,
-                         class_weight=weighted))  # fmt: skip
+    kernel = "token_grad_kernel" if fn is by_tiles else "exp_tile_kernel"
+    assert gpu.ran(kernel) == 3 * 3  # of 40 tokens, more than 32 have a label
 
 
 @ARCHS
 @TWO_BYTES
 def test_gradients_of_several_classes_of_a_token(on, small_tiles, arch, dtype):
-    """One of them twice, one ignored; in several tiles."""
+    """One of them twice, some ignored; in several tiles."""
     on(arch)
-    hidden, weight, labels, _ = Case((24,), 72, 515, dtype).tensors()
-    classes = (labels.clamp(min=0)[:, None] + torch.tensor([0, 7, 300, 7, 514])) % 515
-    classes[::3, 2] = -100
-    factors = torch.linspace(-1, 1, classes.numel(), dtype=torch.float64).view(24, 5)
-
-    def gradients(function, *leaves, **options):
-        stats = function(*leaves, classes, **options)
-        return torch.autograd.grad((factors * stats.logprob.double()).sum(), leaves)
-
-    leaves = [x.requires_grad_() for x in (hidden, weight)]
-    found = gradients(fusedce.fused_logprobs, *leaves, backend="triton")
-    exact = gradients(oracle.token_stats, *(x.detach().double().requires_grad_() for x in leaves))
-    for a, b in zip(found, exact, strict=True):
-        assert (a.double() - b).norm() <= 2 * torch.finfo(dtype).eps * b.norm()
+    compare(Case((24,), 72, 515, dtype, ignored=0.1), "triton", "each", K=5)
 
 
 def test_tiles_depend_neither_on_the_order_of_ctas_nor_on_when_copies_land(on, small_tiles):
@@ -177,15 +111,3 @@ def test_a_nan_logit_is_nan_in_every_statistic(on, arch):
     found = fusedce.fused_logprobs(hidden, weight, labels, mean_logit=True, backend="triton")
     for x in (found.logprob, found.entropy, found.lse, found.mean_logit):
         assert x.isnan().all()
-
-
-@pytest.mark.slow
-@ARCHS
-@pytest.mark.parametrize("option", [False, True])
-def test_blocks_of_statistics_with_several_tiles(on, arch, option):
-    gpu = on(arch)
-    walks = gpu.row.two_bytes
-    name = "stats_with_options" if option else "stats"
-    blocks = getattr(walks, name)._replace(MAX_SPLITS=1)
-    gpu.row = gpu.row._replace(two_bytes=walks._replace(**{name: blocks}))
-    compare(Case((140,), 200, 3 * blocks.BLOCK_V + 5, BF16, options=OPTIONS if option else {}))

@@ -7,9 +7,6 @@ from support.bounds import STATISTIC
 from support.compiled import (
     ARCHS,
     BF16,
-    DTYPES,
-    FP32,
-    OPTIONS,
     TWO_BYTES,
     assert_same_bits_in_every_order,
 )
@@ -52,55 +49,6 @@ def test_a_small_call(on, arch):
     assert [launch.kernel for launch in gpu.launches[:2]] == [
         "small_rows_kernel", "small_finish_kernel",
     ]  # fmt: skip
-
-
-@ARCHS
-@TWO_BYTES
-def test_gradients_are_those_of_the_reference(on, arch, dtype):
-    gpu = on(arch)
-    check(train, case(24, 72, 515, dtype, ignored=0.2, logits="peaked"))
-    names = {launch.kernel for launch in gpu.launches}
-    assert names >= {"label_logit_kernel", "exp_tile_kernel", "softmax_rows_kernel",
-                     "hidden_grad_kernel", "label_grad_kernel", "scale_kernel"}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("arch", "fields"),
-    [("sm_90", {"DESCRIPTOR": True}), ("sm_90", {"DESCRIPTOR": False}), ("sm_80", {})],
-    ids=["sm_90 tma", "sm_90", "sm_80"],
-)
-def test_gradients_by_one_gemm(on, arch, fields):
-    gpu = on(arch)
-    by_gemm(gpu, **fields)
-    check(train, case(24, 192, 515, logits="peaked"))
-    assert gpu.ran("walk_kernel") == 1
-
-
-def test_a_small_hidden_size_takes_one_gemm_by_default(on):
-    gpu = on("sm_90")
-    gpu.row = archs.BY_NAME["sm_90"]
-    check(train, case(24, 64, 300, with_bias=True, options=OPTIONS))
-    assert gpu.ran("walk_kernel") == 1
-
-
-@pytest.mark.slow
-@ARCHS
-@DTYPES
-@pytest.mark.parametrize("gemm", [False, True], ids=["tiles", "gemm"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, OPTIONS, {"label_smoothing": 0.1}, {"z_loss": 0.1}, {"label_smoothing": 0.2, **OPTIONS}],
-    ids=lambda x: "+".join(x) or "plain",
-)
-def test_options(on, arch, dtype, gemm, options):
-    """Logits of another size with each dtype and option: the same code computes them all."""
-    gpu = on(arch)
-    logits = ("flat", "peaked", "huge")[(dtype.itemsize + gemm + len(options)) % 3]
-    if gemm:
-        by_gemm(gpu)
-    V, weighted = (140 if dtype == FP32 and gemm else 515), "z_loss" in options
-    check(train, case(20, 64, V, dtype, logits=logits, ignored=0.2, with_bias=bool(options),
-                      options=options, token_weight=weighted, class_weight=weighted))  # fmt: skip
 
 
 @TWO_BYTES
@@ -203,18 +151,3 @@ def test_a_bad_label_poisons_its_row_alone(on):
     )
     assert found.loss.isnan()
     assert found.d_hidden.isnan().any(1).nonzero().tolist() == [[5]]
-
-
-@pytest.mark.slow
-@ARCHS
-@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
-def test_every_choice_of_blocks_of_one_gemm(on, arch, options):
-    """Those of the other walks, too: the main loop is the same."""
-    gpu = on(arch)
-    row = gpu.row
-    choices = set(row.two_bytes[:6])
-    for blocks in choices:
-        walks = row.two_bytes._replace(gemm_up_to=2**31, gemm=blocks, gemm_with_options=blocks)
-        gpu.row = row._replace(two_bytes=walks)
-        check(train, case(blocks.BLOCK_N + 12, 128, 2 * blocks.BLOCK_V + 3, options=options))
-    assert gpu.ran("walk_kernel") == len(choices)

@@ -29,12 +29,6 @@ def test_a_bad_argument_is_named_with_what_was_expected_and_given(name, backend)
                 function(**GOOD | {"backend": backend} | options | change)
 
 
-def test_triton_refuses_fp64_with_the_reason():
-    double = {k: x.double() if x.is_floating_point() else x for k, x in GOOD.items()}
-    with pytest.raises(RuntimeError, match="float64"):
-        fused_ce(**double, backend="triton")
-
-
 @pytest.mark.parametrize(
     "dtype",
     [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64],

@@ -61,10 +61,6 @@ def test_what_is_not_there_is_seen():
     assert missing("`bench/loss.py --suite time`, `make test-all`, `fusedce plan 8,9`") == []
 
 
-def test_rows_of_the_log_stay_short():
-    assert [row for row in TEXTS["bench/LOG.md"].splitlines() if len(row) > 300] == []
-
-
 # ---- figures ------------------------------------------------------------------------------------
 
 

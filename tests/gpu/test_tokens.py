@@ -1,146 +1,52 @@
 """Losses and statistics token by token, divergences and classes of the Triton backend."""
 
-import math
+from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
-from support.bounds import errs_like
-from support.sums import COMPILED, EACH_DTYPE, quick
+from support.oracle import by_token, summed
+from support.pairs import Pair, check_pair
+from support.statistics import compare
+from support.sums import EACH_DTYPE, quick, sized
 
 import fusedce
-from fusedce.testing import Case
+from fusedce.testing import Case, check
 
-N, H, V = (300, 256, 5003) if COMPILED else (24, 64, 299)
-
-
-def inputs(device, dtype, seed=0):
-    case = Case((N,), H, V, dtype, logits="flat", ignored=0.25, seed=seed)
-    hidden, weight, labels, _ = case.tensors(device)
-    return 4 * hidden.nan_to_num(), weight, labels
+N, H, V = sized((300, 256, 5003), (24, 64, 299))
+CASE = partial(Case, (N,), H, V, requires_grad=("hidden", "weight"), ignored=0.25)
+POINTWISE = {"bias": True, "softcap": 5.0, "logit_scale": 0.7}
+OPTIONS = [*({name: x} for name, x in POINTWISE.items()), POINTWISE]
 
 
-def compare(ours, theirs, hidden, weight, labels):
-    """Values and gradients of ``ours``, and of ``theirs`` in the same dtype and in float64."""
-
-    def run(fn, dtype):
-        leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight)]
-        values = fn(*leaves, labels)
-        grads = torch.autograd.grad(values.sum(), leaves)
-        return values.detach(), *grads
-
-    dtype = hidden.dtype
-    errs_like(run(ours, dtype), run(theirs, dtype), run(theirs, torch.float64))
-
-
-def log_probs(hidden, weight, temperature=1.0, *, bias=None, softcap=None, logit_scale=1.0):
-    """With float32 logits at least; the product's inputs are rounded as the loss's are."""
-    z = F.linear(hidden, weight)
-    z = z.to(torch.promote_types(z.dtype, torch.float32))
-    z = logit_scale * (z if bias is None else z + bias.to(z.dtype))
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    return (z / temperature).log_softmax(-1)
-
-
-def where_valid(x, labels):
-    return x.masked_fill(labels == -100, 0)
-
-
-def chosen(z, labels):
-    return where_valid(z.gather(1, labels.clamp(min=0)[:, None])[:, 0], labels)
+def case_of(dtype, options):
+    """A case whose ``options`` may ask for a bias."""
+    given = {k: x for k, x in options.items() if k != "bias"}
+    bias = ("bias",) if "bias" in options else ()
+    needed = ("hidden", "weight", *bias)
+    return CASE(dtype, options=given, with_bias=bool(bias), requires_grad=needed)
 
 
 @EACH_DTYPE
-def test_losses_by_token(device, dtype):
-    compare(
-        lambda h, w, y: fusedce.fused_cross_entropy(h, w, y, reduction="none", backend="triton"),
-        lambda h, w, y: -chosen(log_probs(h, w), y),
-        *inputs(device, dtype),
-    )
+@pytest.mark.parametrize("loss", [by_token, summed])
+def test_losses_by_token_and_class_weights(device, dtype, loss):
+    case = CASE(dtype, class_weight=True)
+    check(partial(loss, backend="triton"), case, device)
 
 
 @EACH_DTYPE
-@pytest.mark.parametrize("temperature", [1.0, "by token"])
-def test_log_probabilities_and_entropy(device, dtype, temperature):
-    hidden, weight, labels = inputs(device, dtype)
-    if temperature == "by token":
-        temperature = torch.linspace(0.5, 2.0, N, device=device)
-
-    def ours(h, w, y):
-        found = fusedce.fused_logprobs(h, w, y, temperature=temperature, backend="triton")
-        return found.logprob + 0.3 * found.entropy
-
-    def theirs(h, w, y):
-        by = temperature if isinstance(temperature, float) else temperature[:, None]
-        z = log_probs(h, w, by)
-        return chosen(z, y) + 0.3 * where_valid(-(z.exp() * z).sum(-1), y)
-
-    compare(ours, theirs, hidden, weight, labels)
-
-
-@EACH_DTYPE
-def test_log_probabilities_of_several_classes(device, dtype):
-    hidden, weight, labels = inputs(device, dtype)
-    several = torch.stack([labels, (labels + 5).clamp(max=V - 1)], 1)
-    several[labels == -100] = -100
-
-    def theirs(h, w, y):
-        z = log_probs(h, w).gather(1, y.clamp(min=0))
-        return z.masked_fill(y == -100, 0)
-
-    compare(
-        lambda h, w, y: fusedce.fused_logprobs(h, w, y, backend="triton").logprob,
-        theirs, hidden, weight, several,
-    )  # fmt: skip
-
-
-@EACH_DTYPE
-def test_class_weights(device, dtype):
-    class_weight = torch.linspace(0.0, 3.0, V, device=device)
-
-    def theirs(h, w, y):
-        return F.cross_entropy(
-            F.linear(h, w).to(torch.promote_types(h.dtype, torch.float32)), y,
-            weight=class_weight.to(torch.promote_types(h.dtype, torch.float32)),
-        )  # fmt: skip
-
-    compare(
-        lambda h, w, y: fusedce.fused_cross_entropy(
-            h, w, y, class_weight=class_weight, backend="triton"
-        ),
-        theirs, *inputs(device, dtype),
-    )  # fmt: skip
+@pytest.mark.parametrize("K", [None, 3])
+@pytest.mark.parametrize("temperature", [1.0, "each"])
+def test_statistics(device, dtype, temperature, K):
+    compare(CASE(dtype), "triton", temperature, K=K, device=device)
 
 
 @EACH_DTYPE
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
 @pytest.mark.parametrize("options", [{}, {"temperature": 2.0, "ce_weight": 0.5}])
 def test_divergences(device, dtype, kind, options):
-    hidden, weight, labels = inputs(device, dtype)
-    teacher, teacher_weight, _ = inputs(device, dtype, seed=1)
-    t = options.get("temperature", 1.0)
-
-    def theirs(h, w, y):
-        log_q = log_probs(h, w, t)
-        log_p = log_probs(teacher.to(h.dtype), teacher_weight.to(h.dtype), t)
-        log_m = torch.logaddexp(log_p, log_q) - math.log(2)
-        p, q = log_p.exp(), log_q.exp()
-        found = {
-            "forward": lambda: p * (log_p - log_q),
-            "reverse": lambda: q * (log_q - log_p),
-            "jsd": lambda: (p * (log_p - log_m) + q * (log_q - log_m)) / 2,
-        }[kind]().sum(-1)
-        return where_valid(found - options.get("ce_weight", 0.0) * chosen(log_probs(h, w), y), y)
-
-    def ours(h, w, y):
-        return fusedce.fused_kl(
-            h, w, teacher, teacher_weight, y, divergence=kind, backend="triton", **options
-        ).loss_sum[None]
-
-    compare(ours, lambda h, w, y: theirs(h, w, y).sum()[None], hidden, weight, labels)
-
-
-POINTWISE = {"bias": True, "softcap": 5.0, "logit_scale": 0.7}
+    options = options | {"divergence": kind}
+    pair = Pair(N, H, H // 2, V, dtype, ignored=0.25, spread=2.0, options=options)
+    check_pair(partial(fusedce.fused_kl, backend="triton"), pair, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -148,45 +54,19 @@ POINTWISE = {"bias": True, "softcap": 5.0, "logit_scale": 0.7}
     ("loss", "options"),
     [
         quick(loss, options, on_interpreter=loss == "jsd" and list(options) == ["softcap"])
-        for loss in ("none", "logprob and entropy", "forward", "jsd")
-        for options in (*({name: x} for name, x in POINTWISE.items()), POINTWISE)
+        for loss in ("none", "statistics", "forward", "jsd")
+        for options in OPTIONS
     ],
-)  # fmt: skip
+)
 def test_options_alone_and_all_together(device, dtype, loss, options):
-    hidden, weight, labels = inputs(device, dtype)
-    teacher, teacher_weight, _ = inputs(device, dtype, seed=1)
-    options = dict(options)
-    if options.pop("bias", False):
-        options["bias"] = torch.linspace(-1, 1, V, device=device, dtype=dtype)
-
-    def ours(h, w, y):
-        if loss == "none":
-            return fusedce.fused_cross_entropy(
-                h, w, y, reduction="none", backend="triton", **options
-            )
-        if loss == "logprob and entropy":
-            found = fusedce.fused_logprobs(h, w, y, backend="triton", **options)
-            return found.logprob + 0.3 * found.entropy
-        return fusedce.fused_kl(
-            h, w, teacher, teacher_weight, y, divergence=loss, backend="triton", **options
-        ).loss_sum[None]
-
-    def theirs(h, w, y):
-        log_q = log_probs(h, w, **options)
-        q = log_q.exp()
-        if loss == "none":
-            return -chosen(log_q, y)
-        if loss == "logprob and entropy":
-            return chosen(log_q, y) - 0.3 * where_valid((q * log_q).sum(-1), y)
-        log_p = log_probs(teacher.to(h.dtype), teacher_weight.to(h.dtype))
-        p, log_m = log_p.exp(), torch.logaddexp(log_p, log_q) - math.log(2)
-        if loss == "forward":
-            found = p * (log_p - log_q)
-        else:
-            found = (p * (log_p - log_m) + q * (log_q - log_m)) / 2
-        return where_valid(found.sum(-1), y).sum()[None]
-
-    compare(ours, theirs, hidden, weight, labels)
+    if loss == "none":
+        check(partial(by_token, backend="triton"), case_of(dtype, options), device)
+    elif loss == "statistics":
+        compare(case_of(dtype, options), "triton", device=device)
+    else:
+        given = {k: x for k, x in options.items() if k != "bias"} | {"divergence": loss}
+        pair = Pair(N, H, H // 2, V, dtype, spread=2.0, bias="bias" in options, options=given)
+        check_pair(partial(fusedce.fused_kl, backend="triton"), pair, device)
 
 
 def test_the_likeliest_classes(device):
@@ -200,12 +80,13 @@ def test_the_likeliest_classes(device):
     )
 
 
-def test_statistics_beside_a_sum(device):
-    """Likeliest classes, the z-loss and the entropy come from the pass that makes the sum."""
-    hidden, weight, labels = inputs(device, torch.float32)
-    weight.requires_grad_()
+def test_the_likeliest_classes_beside_a_sum(device):
+    """They come from the pass that makes the sum."""
+    hidden, weight, labels, _ = CASE().tensors(device)
     found = torch.empty_like(labels)
-    out = fusedce.fused_ce(hidden, weight, labels, argmax_out=found, backend="triton")
+    out = fusedce.fused_ce(
+        hidden, weight.requires_grad_(), labels, argmax_out=found, backend="triton"
+    )
     out.mean().backward()
-    exact = (hidden.double() @ weight.detach().double().T).argmax(1)
+    exact = (hidden.nan_to_num().double() @ weight.detach().double().T).argmax(1)
     assert found.equal(exact.masked_fill(labels == -100, -1))

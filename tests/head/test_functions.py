@@ -1,6 +1,7 @@
 """Functions of users, checkpoints, transforms and derivatives around the logits and their loss."""
 
-import numpy as np
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,21 @@ def test_a_checkpoint_around_the_head(m, x, y, reentrant):
     return checkpoint(lambda h: ce(m[1](h), y), m[0](x), use_reentrant=reentrant)
 
 
+PACKS = {
+    "numpy": (lambda t: t.detach().numpy(), torch.from_numpy),
+    "save": (lambda t: pickle.dumps(t.detach()), pickle.loads),
+}
+
+
+@pytest.mark.parametrize("name", PACKS)
+@same
+def test_hooks_on_saved_tensors_that_read_memory(m, x, y, name):
+    with torch.autograd.graph.saved_tensors_hooks(*PACKS[name]):
+        z = m(x)
+        loss = ce(z, y) + (z * torch.linspace(0, 1, V)).sum()
+        return loss + z.square().mean() + z.exp().mean()
+
+
 @same
 def test_derivatives_of_derivatives(m, x, y):
     h = m[0](x)
@@ -42,20 +58,6 @@ def test_a_sum_that_scales_its_second_operand(m, x, y, first):
     firsts = {"row": torch.linspace(0, 1, V), "whole": torch.ones(z.shape)}
     b = firsts.get(first, torch.tensor(2.0))
     return ce(torch.add(b, z, alpha=2), y), b.add(z, alpha=-0.5)
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@same
-def test_anomaly_mode(m, x, y):
-    with torch.autograd.detect_anomaly():
-        loss = ce(m(x), y)
-        return loss, *torch.autograd.grad(loss, list(m.parameters()), retain_graph=True)
-
-
-@same
-def test_an_ignored_label_is_any_integer(m, x, y):
-    y[0] = 3
-    return F.cross_entropy(m(x).view(-1, V), y.view(-1), ignore_index=np.int64(3))
 
 
 def test_a_head_of_one_class():

@@ -10,6 +10,7 @@ import os
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -156,6 +157,12 @@ def ban_in_rows(z):
     z[:, :-1].reshape(-1, V)[:, 4] = 60.0  # a copy
 
 
+def shallow_written(z):
+    """A shallow copy shares the memory, a deep one has its own."""
+    copy.copy(z.detach())[..., 4] = 3.0
+    copy.deepcopy(z.detach())[..., 3] = 2.0
+
+
 def copies_written(z):
     for twin in (z.clone(), z.to(z.dtype, copy=True), z[[0, -1]], z * 1):
         twin.fill_(1.0)
@@ -178,6 +185,8 @@ WRITES = {
     "ban in float": ban_in_float,
     "ban in rows": ban_in_rows,
     "copies": copies_written,
+    "shallow copy": shallow_written,
+    "storage": lambda z: z.detach().untyped_storage().fill_(0),
     "compiled": lambda z: torch.no_grad()(compiled("write"))(z),
     "out": out_argument,
 }
@@ -195,6 +204,14 @@ LOOKS = {
     "lse": lambda z: z.logsumexp(-1),
     "max": lambda z: z.detach().amax(-1),
     "numpy": lambda z: torch.from_numpy(z.detach().numpy().copy()).sum(),
+    "asarray": lambda z: torch.from_numpy(np.asarray(z.detach()).copy()),
+    "dlpack": lambda z: torch.from_dlpack(z.detach().clone()),
+    "safetensors": lambda z: safetensors.torch.load(
+        safetensors.torch.save({"z": z.detach().contiguous()})
+    )["z"],
+    "storage": lambda z: torch.tensor(z.untyped_storage().tolist()),
+    "bytes": lambda z: torch.tensor(list(bytes(z.detach().flatten()[:2].round().abs().byte()))),
+    "map": lambda z: torch.ones(z.shape, dtype=z.dtype).map_(z.detach(), lambda a, b: a + b),
     "row": lambda z: z[0].detach().sum(),
     "warped": sample_warped,
     "elsewhere": lambda z: (

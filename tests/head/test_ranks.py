@@ -252,15 +252,3 @@ def test_a_look_alone_after_backward(rank):
     late.loss.backward()
     torch.optim.SGD(sharded.parameters(), 0.0).step()
     assert_alone(rank, lambda: late.logits.argmax(-1), "FSDP2 has sharded the weight")
-
-
-@pytest.mark.slow
-@on_two_ranks
-def test_generation_of_a_sharded_head(rank):
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    with torch.no_grad():
-        found, expected = (
-            model.eval().generate(rows()["input_ids"], **options)
-            for model in (fsdp_of(["lm_head"]), llama())
-        )
-    assert torch.equal(found, expected)

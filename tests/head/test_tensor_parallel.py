@@ -135,43 +135,8 @@ def looks(rank):
     return parts.generate(ids, max_new_tokens=3, do_sample=False).tolist()
 
 
-def with_fsdp(unit, rank):
-    """FSDP2 over two ranks and tensor parallelism over two others, each with tokens of its own."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from transformers.integrations.tensor_parallel import apply_tensor_parallelism
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    ids = torch.randint(V, (2, 9), generator=torch.Generator().manual_seed(4))
-    whole = stock()
-    expected = whole(ids, labels=ids).loss
-    expected.backward()
-    model = stock()
-    plan = dict.fromkeys(("lm_head", "lm_head.weight"), "colwise_gather_output")
-    apply_tensor_parallelism(model, mesh["tp"], plan)
-    if unit:
-        fully_shard(model.lm_head, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
-    replace_loss_head(model)
-    own = ids[mesh.get_local_rank("dp")][None]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor.DTensor, "full_tensor", no_whole_weight)
-        loss = model(own, labels=own).loss
-        loss.backward()
-    total = loss.detach().clone()
-    dist.all_reduce(total, group=mesh.get_group("dp"))
-    torch.testing.assert_close(total / 2, expected.detach())
-    for (key, p), q in zip(whole.named_parameters(), model.named_parameters(), strict=True):
-        torch.testing.assert_close(
-            q[1].grad.full_tensor(), p.grad, msg=lambda m, key=key: f"{key}: {m}"
-        )
-    return head_report(model).losses_fused
-
-
 CASES = {name: functools.partial(equal, name) for name in LOSSES | LOOKS} | {"looks": looks}
-on_two, on_four = (
-    ranks.shared(CASES), ranks.shared({x: functools.partial(with_fsdp, x) for x in (0, 1)}, 4)
-)  # fmt: skip
+on_two = ranks.shared(CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -179,11 +144,3 @@ def test_equals_the_model_on_one_rank(name):
     folder()
     a, b = on_two(name)
     assert a == b
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("unit", [0, 1])
-def test_with_fsdp2_around_it(unit):
-    """The head is in the root, or a unit of its own."""
-    folder()
-    assert on_four(unit) == [1, 1, 1, 1]

@@ -14,8 +14,6 @@ from fusedce.backends import plan
 from fusedce.backends.torch import products
 from fusedce.testing import Case, assert_matches_reference, cases, check
 
-SMALL_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
 
 @pytest.fixture(params=["MKL's", "this CPU's", "widened"])
 def bf16_products(request, monkeypatch):

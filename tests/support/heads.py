@@ -34,8 +34,3 @@ def loss_and_grads(model, x, y, loss, mode="grad"):
         return [value + 0]
     value.backward()
     return [value.detach(), *(p.grad.clone() for p in model.parameters())]
-
-
-def compiled(model, **kwargs):
-    torch._dynamo.reset()
-    return torch.compile(model, backend="aot_eager", **kwargs)

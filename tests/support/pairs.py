@@ -2,10 +2,16 @@
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fusedce import reference_kl
+from fusedce.contract.problem import acc_dtype
+from fusedce.testing import NAMES, Loss, assert_within
+from support.bounds import in_float64
 
 EVERYTHING = {
     "temperature": 1.7, "softcap": 5.0, "teacher_softcap": 8.0, "logit_scale": 0.7,
@@ -40,7 +46,9 @@ class Pair:
     options: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
 
-    def tensors(self) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    def tensors(
+        self, device: torch.device | str = "cpu"
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         """``(hidden, weight, teacher_hidden, teacher_weight, labels)`` and keyword arguments."""
         rng = torch.Generator().manual_seed(self.seed)
         of_teacher = self.teacher_dtype or self.dtype
@@ -67,4 +75,47 @@ class Pair:
             draw(self.V, self.teacher_H).to(of_teacher),
             labels,
         )
-        return tensors, options
+        on_device = {k: x.to(device) if isinstance(x, Tensor) else x for k, x in options.items()}
+        return tuple(x.to(device) for x in tensors), on_device
+
+
+def check_pair(fn: Loss, pair: Pair, device: torch.device | str = "cpu") -> None:
+    """Compare one pair. Gradients may have twice torch's error in the same dtype, plus roundings.
+
+    The loss may have the rounding errors of its logits, which are sums of H products.
+    """
+    tensors, options = pair.tensors(device)
+    loss, n_valid, grads = gradients_of(fn, tensors, options)
+    wide = in_float64(*tensors)
+    wide_options = dict(zip(options, in_float64(*options.values()), strict=True))
+    exact, count, exact_grads = gradients_of(reference_kl, wide, wide_options)
+    eager = partial(reference_kl, dtype=torch.float32)
+    _, _, eager_grads = gradients_of(eager, tensors, options)
+    assert int(n_valid) == int(count), f"n_valid is {int(n_valid)}, reference {int(count)}: {pair}"
+    acc = acc_dtype(pair.dtype)
+    assert loss.dtype == acc, f"loss_sum must be {acc}, got {loss.dtype}"
+    eps, out = torch.finfo(acc).eps, torch.finfo(pair.dtype).eps
+    size = 1 + 30 * pair.spread
+    # weights of both signs may cancel in the sum, so that the bound takes their absolute values
+    weights = max([1.0, *options.get("token_weight", torch.ones(1)).abs().tolist()])
+    floor = 8 * eps * size * (float(exact.abs()) + pair.N * weights)
+    assert_within("loss_sum", loss, exact, exact, floor, pair)
+    for name, ours, truth, theirs in zip(NAMES, grads, exact_grads, eager_grads, strict=False):
+        assert ours.dtype == pair.dtype, f"{name}: gradient of {ours.dtype} for {pair.dtype}"
+        largest = float(truth.abs().max()) if truth.numel() else 0.0
+        floor = 2 * out * largest + 4 * eps * size * weights
+        assert_within(name, ours, theirs, truth, floor, pair)
+
+
+def gradients_of(
+    fn: Loss, tensors: tuple[Tensor, ...], options: dict[str, Any]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """``loss_sum``, ``n_valid``, and gradients of the mean by hidden, weight and bias."""
+    hidden, weight, *rest = tensors
+    leaves = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
+    if "bias" in options:
+        leaves.append(options["bias"].detach().requires_grad_())
+        options = options | {"bias": leaves[-1]}
+    loss_sum, n_valid = fn(*leaves[:2], *rest, **options)
+    grads = torch.autograd.grad(loss_sum / n_valid.clamp(min=1), leaves)
+    return loss_sum.detach(), n_valid, list(grads)

@@ -14,8 +14,6 @@ from support.tiny_trainer import (
     Dataset,
     FusedTrainer,
     arguments,
-    bart,
-    gpt2,
     llama,
     mixtral,
     sharpened,
@@ -43,33 +41,6 @@ def labelled(n=16, label=None, rows=slice(None), size=12):
         ids = row["input_ids"]
         row["labels"] = ids.clone() if label is None else torch.full_like(ids, label)
     return data
-
-
-def first_step(kind, make, tmp_path, steps, **kwargs):
-    """Logged loss and gradient norm of the first step of 16 rows, as ``steps`` micro-batches."""
-    args = arguments(tmp_path, 16 // steps, steps, max_steps=1)
-    _, losses, seen, _ = train(kind, make(), args, **kwargs)
-    return losses[0], seen.norms[0]
-
-
-@pytest.mark.slow
-def test_count_after_the_shift(tmp_path):
-    """GPT-2's loss shifts, but Trainer counts its labels before that."""
-    exact = true_mean(gpt2(), labelled())
-    stock = first_step(Trainer, gpt2, tmp_path, 4, train_dataset=labelled())
-    ours = first_step(FusedTrainer, gpt2, tmp_path, 4, train_dataset=labelled())
-    assert stock[0] == pytest.approx(exact * 11 / 12, rel=8 * SAME_MODEL)
-    assert ours[0] == pytest.approx(exact, rel=STATISTIC)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [llama, gpt2, bart, mixtral])
-def test_one_step_is_one_step_whatever_the_split(make, tmp_path):
-    whole = first_step(FusedTrainer, make, tmp_path, 1)
-    parts = first_step(FusedTrainer, make, tmp_path, 16)
-    assert parts[0] == pytest.approx(whole[0], rel=STATISTIC)
-    if make is not mixtral:  # whose auxiliary loss is another one for other micro-batches
-        assert parts[1] == pytest.approx(whole[1], rel=SAME_MODEL)
 
 
 @pytest.mark.slow
@@ -215,25 +186,6 @@ def test_a_prediction_step_of_the_users_own_is_not_training(tmp_path):
     torch.testing.assert_close(
         alone.prediction_step(alone.model, dict(batch), True)[0], llama()(**batch).loss.detach()
     )
-
-
-@pytest.mark.slow
-def test_smaller_batches_after_memory_ran_out(tmp_path):
-    class Small(LlamaForCausalLM):
-        def forward(self, input_ids, labels=None):
-            outputs = super().forward(input_ids, labels=labels)
-            if len(input_ids) > 4 and self.training:
-                raise RuntimeError("CUDA out of memory.")
-            return outputs
-
-    args = arguments(tmp_path, 8, auto_find_batch_size=True, max_steps=4, logging_steps=4,
-                     learning_rate=0.0)  # fmt: skip
-    model = Small(sharpened().config)
-    model.load_state_dict(sharpened().state_dict())
-    _, losses, _, output = train(FusedTrainer, model, args)
-    # Not to the last digit: a batch of 5 or 3 may have been tried, and the steps end mid-epoch.
-    assert losses[0] == pytest.approx(true_mean(sharpened(), Dataset()), rel=0.1)
-    assert output.training_loss == losses[0]
 
 
 # ---- refusals -------------------------------------------------------------------------------

@@ -187,14 +187,6 @@ def test_labels_by_another_name_are_counted_anew():
         assert int(model_loss(model, batch).n_valid) == ids.numel() - len(ids)
 
 
-def test_a_head_that_is_replaced_later_has_a_new_report():
-    model = llama()
-    model_loss(model, WHOLE)
-    assert "its head is not replaced" in str(head_report(model))
-    model_loss(replace_loss_head(model), WHOLE)
-    assert "counts the tokens" not in str(head_report(model))
-
-
 def test_a_loss_that_is_a_sum_is_refused():
     with pytest.raises(ValueError, match="is a sum over its labels"):
         model_loss(Means(reduction="sum"), WHOLE)

@@ -1,12 +1,8 @@
 """TRL's SFTTrainer with the mixin, and with a replaced head alone."""
 
-import copy
-
 import datasets
 import pytest
 import torch
-import torch.nn.functional as F
-import transformers
 import trl
 from support.bounds import SAME_MODEL
 from support.tiny_trainer import V, logs_of, mixtral, word_tokenizer
@@ -65,33 +61,6 @@ def test_sft_logs_the_auxiliary_loss_of_a_router(tokenizer, tmp_path):
     stock = logged(False)
     assert len(stock) == 2
     torch.testing.assert_close(logged(True), stock, rtol=8 * SAME_MODEL, atol=0)
-
-
-def test_scale_that_trl_guesses_wrong(tokenizer, tmp_path, no_logits):
-    """A model whose forward scales its logits in a way its configuration does not say."""
-    trl_1_16()
-
-    class Scaled(transformers.LlamaForCausalLM):
-        def forward(self, input_ids, attention_mask=None, labels=None, **kwargs):
-            hidden = self.model(input_ids, attention_mask).last_hidden_state
-            logits = 3.0 * self.lm_head(hidden)
-            loss = self.loss_function(logits, labels, self.config.vocab_size)
-            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
-
-    model = Scaled(llama().config)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(20)
-    _, stock = sft(tokenizer, tmp_path, copy.deepcopy(model), mixin=False)
-    _, ours = sft(tokenizer, tmp_path, copy.deepcopy(model))
-    texts = [text(3 + 5 * (i % 4), i) + " </s>" for i in range(8)]
-    batch = tokenizer(texts, padding=True, return_tensors="pt")
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    labels = ids.masked_fill(mask == 0, -100)
-    hidden = model.model(ids, mask).last_hidden_state
-    logits = 3.0 * F.linear(hidden, model.lm_head.weight)
-    exact = float(F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).detach())
-    assert ours[0] == pytest.approx(exact, rel=SAME_MODEL)
-    assert abs(stock[0] - exact) > 0.1
 
 
 def test_trl_head_is_said_to_be_replaced(tokenizer, tmp_path, caplog):

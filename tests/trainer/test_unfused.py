@@ -15,7 +15,6 @@ from support.tiny_trainer import (
 from support.unfused import (
     Attended,
     Documents,
-    MaskedMean,
     MeanOfRows,
     Means,
     classifier,
@@ -82,21 +81,6 @@ def test_classification_of_sequences_is_the_stock_trainers(tmp_path, caplog):
     assert "no output embeddings" in warning
     assert "no output embeddings" in str(head_report(many[2].model))
     assert "pass head=" not in warning
-
-
-@pytest.mark.parametrize("make", [Means, MaskedMean])
-def test_a_micro_batch_without_labels_changes_nothing(tmp_path, make):
-    """Its own mean is NaN."""
-    empty = {"input_ids": DATA.rows[0]["input_ids"], "labels": torch.full((12,), -100)}
-    data = Dataset(8)
-    data.rows = [*DATA.rows[:7], empty]
-    _, losses, seen, _ = train(FusedTrainer, make(), arguments(tmp_path, 1, 8), train_dataset=data)
-    data.rows = DATA.rows[:7]
-    _, without, of_them, _ = train(
-        FusedTrainer, make(), arguments(tmp_path, 7, 1), train_dataset=data
-    )
-    assert losses == pytest.approx(without, rel=10 * SAME_MODEL)
-    assert seen.norms == pytest.approx(of_them.norms, rel=100 * SAME_MODEL)
 
 
 def test_a_fused_loss_is_not_counted_by_labels(tmp_path, caplog):
