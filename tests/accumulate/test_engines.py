@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import DataLoaderConfiguration
 from support import parallel, ranks
 from support.bounds import SAME_SUMS, STATISTIC
 from support.engines import accelerator, train
@@ -153,20 +152,3 @@ def test_samples_that_fill_up_are_counted_once(rank):
             assert metrics["loss"] == pytest.approx(exact, rel=STATISTIC)
         else:
             assert metrics["n_tokens"] > sum(ROWS)
-
-
-@on_two_ranks
-def test_a_sampler_that_repeats_no_sample_hides_none(rank):
-    """Ranks have different numbers of samples, with ``even_batches=False``."""
-    uneven = DataLoaderConfiguration(even_batches=False)
-    engine, weight = accelerator(rank, dataloader_config=uneven), new_weight().detach()
-    acc, meter = LossAccumulator.from_accelerator(engine), LossMeter()
-    for batch in engine.prepare(DataLoader(samples(), batch_size=3)):
-        batch = acc.mask_repeated_samples(batch)
-        meter.update(fused_ce(batch["hidden"], weight, batch["labels"]))
-    assert meter.compute()["n_tokens"] == sum(ROWS)
-
-
-def test_one_process_repeats_nothing():
-    alone = {"labels": torch.ones(2, 3)}
-    assert LossAccumulator().mask_repeated_samples(alone) is alone

@@ -150,6 +150,20 @@ def test_faults_of_mbarriers(change, seen):
     assert seen in fault(TILE.format(**GOOD | change), MATRIX, maps=maps)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"base": 8}, {"box": (257, 64)}, {"box": (64, 68)}, {"strides": (68, 1)},
+     {"strides": (128, 2)}, {"shape": (0, 64)}],
+    ids=str,
+)  # fmt: skip
+def test_what_cutensormapencode_refuses_is_refused(change):
+    fine = {"base": 4096, "swizzle": 3, "size": 2, "box": (64, 64), "shape": (100, 128),
+            "strides": (128, 1)}  # fmt: skip
+    TensorMap.encode(**fine)
+    with pytest.raises(ValueError, match="no tensor map can have"):
+        TensorMap.encode(**fine | change)
+
+
 # ---- wgmma --------------------------------------------------------------------------------------
 
 ACCUMULATORS = ", ".join(f"%r{i}" for i in range(100, 104))

@@ -13,7 +13,6 @@ import trl
 from support.tiny_trainer import CLOSE, OF_PARAMETERS, logs_of
 from support.trl_programs import arguments, write
 from support.versions import trl_1_16
-from transformers import LlamaForCausalLM
 
 import fusedce
 
@@ -29,18 +28,11 @@ PROGRAMS = {
     "sft, LoRA and a trained head": f"{LORA} --lora_modules_to_save lm_head",
     "sft, accumulated": "--gradient_accumulation_steps 2",
 }
-OF_POLICIES = {
-    "dpo": "",
-    "dpo, LoRA and a trained head": f"{LORA} --lora_modules_to_save lm_head",
-    "kto": "",
-    "grpo": "",
-    "rloo": "",
-}
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A model, its tokenizer and a reward, in the working directory."""
+    """A model and its tokenizer, in the working directory."""
     write(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -48,31 +40,25 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(name, folder, mixin, monkeypatch, *, replaced=False):
+def run(name, folder, mixin, monkeypatch):
     """What a program logs without times, the trained parameters, and the head's report."""
-    program = name.split(",")[0]
-    trainers = []
-    stock = getattr(trl, f"{program.upper()}Trainer")
+    trainers, stock = [], trl.SFTTrainer
 
     class Seen(*([mixin] if mixin else []), stock):
         def __init__(self, *args, **kwargs):
-            if replaced:
-                model = LlamaForCausalLM.from_pretrained(kwargs["model"])
-                kwargs["model"] = fusedce.replace_loss_head(model)
             super().__init__(*args, **kwargs)
             trainers.append(self)
 
     Seen.__name__ = stock.__name__
-    script = importlib.import_module(f"trl.scripts.{program}")
+    script = importlib.import_module("trl.scripts.sft")
     torch.manual_seed(0)
-    options = (PROGRAMS | OF_POLICIES)[name]
-    parsed = script.make_parser().parse_args_and_config(arguments(name, folder, options))
+    given = arguments(name, folder, PROGRAMS[name])
+    parsed = script.make_parser().parse_args_and_config(given)
     with monkeypatch.context() as patched:
         patched.setattr(trl, stock.__name__, Seen)
         script.main(*parsed[:4])
     (trainer,) = trainers
-    if program == "sft":
-        trainer.evaluate(trainer.train_dataset)
+    trainer.evaluate(trainer.train_dataset)
     model = trainer.accelerator.unwrap_model(trainer.model)
     return logs_of(trainer), dict(model.named_parameters()), fusedce.head_report(model)
 
@@ -95,12 +81,3 @@ def test_a_program_of_trl(name, folder, monkeypatch):
     assert report.active
     assert report.losses_fused >= 2
     assert report.logits_made == 0, report
-
-
-@pytest.mark.parametrize("name", OF_POLICIES)
-def test_a_replaced_head_under_a_trainer_of_policies_is_said_to_be_idle(name, folder, monkeypatch):
-    trl_1_16()
-    with pytest.warns(UserWarning, match="TRL has installed .* leave replace_loss_head out"):
-        *_, report = run(name, folder, None, monkeypatch, replaced=True)
-    assert report.losses_fused == 0
-    assert "never the replaced one" in str(report)
