@@ -1,7 +1,6 @@
 """The audit measures the weight of every token in any training loop."""
 
 import functools
-import logging
 import math
 
 import pytest
@@ -10,9 +9,8 @@ import torch.nn.functional as F
 import transformers
 from support import ranks
 from support.bounds import SAME_MODEL
-from support.engines import accelerator
 from support.loops import H, V, batches
-from support.tiny_trainer import FusedTrainer, arguments, llama, train
+from support.tiny_trainer import arguments, llama, train
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedce
@@ -131,24 +129,6 @@ def at_once(model, micro, optimizer):
     step(optimizer)
 
 
-def taken_by_an_engine(model, micro, optimizer):
-    """ZeRO takes gradients out of ``.grad`` inside backward: they are not lost."""
-    taken = {p: torch.zeros_like(p) for p in model.parameters()}
-
-    def take(p):
-        taken[p] += p.grad
-        p.grad = None
-
-    handles = [p.register_post_accumulate_grad_hook(take) for p in taken]
-    for one in micro:
-        (cross_entropy(model, one, "sum") / 16).backward()
-    for p, grad in taken.items():
-        p.grad = grad
-    step(optimizer)
-    for handle in handles:
-        handle.remove()
-
-
 def forgetful(to_none, model, micro, optimizer):
     for one in micro:
         optimizer.zero_grad(set_to_none=to_none)
@@ -177,22 +157,7 @@ class Sure(Model):
         return z + self.extra * F.one_hot(z.argmax(-1), V)
 
 
-def by_closure(model, micro, optimizer):
-    """LBFGS evaluates its closure several times, and begins anew each time."""
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3)
-
-    def closure():
-        optimizer.zero_grad()
-        losses = [cross_entropy(model, one, "sum") / 16 for one in micro]
-        for loss in losses:
-            loss.backward()
-        return sum(losses).detach()
-
-    optimizer.step(closure)
-
-
 LOOPS = {
-    "by closure": by_closure,
     "summed": summed,
     "declared": declared,
     "streaming": streaming,
@@ -200,7 +165,6 @@ LOOPS = {
     "divided": functools.partial(summed, factor=1, before_step=lambda m: divided(m, 16)),
     "clipped": functools.partial(summed, before_step=clipped),
     "at once": at_once,
-    "engine": taken_by_an_engine,
 }
 
 
@@ -293,14 +257,6 @@ def test_the_losses_of_a_step():
     assert "the loss that is logged is not that of the tokens (9.0000 where" in report.verdict()
 
 
-def test_the_table_is_not_logged_as_well_as_printed(caplog):
-    with caplog.at_level(logging.WARNING, logger="fusedce.auditing"):
-        report = watched(naive)
-    assert caplog.text == ""
-    assert "| 1 | 16 |" in str(report)
-    assert str(report).endswith(AVERAGED)
-
-
 def test_other_optimizers_and_evaluation_are_left_out():
     model, other = Model(), torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -371,21 +327,6 @@ def test_two_ranks_of_ddp(rank):
         assert (report.verdict(), tokens(report)[0]) == (verdict, 28)
 
 
-@on_two_ranks
-def test_two_ranks_of_accelerate(rank):
-    engine = accelerator(rank, gradient_accumulation_steps=2)
-
-    def loop(model, micro, optimizer):
-        optimizer = engine.prepare(optimizer)
-        for one in micro:
-            with engine.accumulate(model):
-                engine.backward(cross_entropy(model, one))
-                step(optimizer)
-
-    report = watched(loop, wrap=engine.prepare, seed=10 * rank)
-    assert (report.verdict(), tokens(report)[0]) == (AVERAGED, 32)
-
-
 def audited(tmp_path, trainer, *, bf16=False, replaced=False, counts=True, **kwargs):
     """The report of a run of the tiny Llama; old versions of transformers counted no tokens."""
     model = llama()
@@ -408,13 +349,6 @@ def test_the_stock_trainer(tmp_path, replaced, counts, bf16):
     averaged = "your micro-batches are averaged: tokens of short ones"
     assert report.verdict().startswith(RIGHT if counts else averaged)
     assert len(report.steps) == 3
-    assert all(step.logged is not None for step in report.steps)
-
-
-@pytest.mark.slow
-def test_a_trainer_with_the_mixin(tmp_path):
-    report = audited(tmp_path, FusedTrainer)
-    assert report.verdict() == RIGHT
     assert all(step.logged is not None for step in report.steps)
 
 

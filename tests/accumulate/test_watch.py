@@ -103,14 +103,6 @@ def never_zeroed(steps):
     return loop
 
 
-def left_by_an_expert(acc, model, streaming):
-    """It takes no part in the first window, and its gradient comes before the second."""
-    for _ in range(2):
-        step(acc, model, streaming)
-        model.zero_grad()
-        model[0].bias.grad = torch.ones(H)
-
-
 def before(acc, model, streaming):
     regularise(model)
     step(acc, model, streaming)
@@ -124,7 +116,6 @@ def steps_inside(acc, model, streaming):
 MISTAKES = {
     "never zeroed": (never_zeroed(True), LEFT, STREAMING),
     "never zeroed, no optimizer of torch": (never_zeroed(False), LEFT, STREAMING),
-    "left by an expert": (left_by_an_expert, r"finish\(\) would rescale", STREAMING),
     "a loss before": (before, r"finish\(\) would rescale", STREAMING),
     "clipped before finish": (during("last", clip), LATE, STREAMING),
     "regularised at the end": (during("last", regularise), LATE, STREAMING),
@@ -163,32 +154,6 @@ def after_a_step(acc, model, streaming, to_none):
         optimizer.zero_grad(set_to_none=to_none)
 
 
-def two_windows_before_a_step(acc, model, streaming, to_none):
-    """With declared counts a step may be made of two windows."""
-    if streaming:
-        return
-    optimizer = sgd(model)
-    for _ in range(2):
-        for _ in range(2):
-            step(acc, model, streaming)
-        for p, grad in zip(model.parameters(), exact_of(model), strict=True):
-            assert distance(p.grad, 2 * grad) <= SAME_SUMS
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=to_none)
-
-
-def regularised_inside(acc, model, streaming, to_none):
-    """With declared counts other losses may come before, between and after the micro-batches."""
-    if streaming:
-        return
-    for _ in range(2):
-        regularise(model)
-        step(acc, model, streaming, lambda: regularise(model), lambda: regularise(model))
-        assert_exact(model, lambda model: 3 * model[1].weight.square().mean())
-        sgd(model).step()
-        model.zero_grad(set_to_none=to_none)
-
-
 def stepped_inside(acc, model, streaming, to_none):
     """A step and zero_grad after the last declared micro-batch, inside the block."""
     optimizer = sgd(model)
@@ -206,20 +171,6 @@ def stepped_inside(acc, model, streaming, to_none):
             optimizer.zero_grad(set_to_none=to_none)
 
 
-def an_expert_that_comes_later(acc, model, streaming, to_none):
-    """The body takes part in the second micro-batch alone."""
-
-    def loop():
-        hidden = [batches(SIZES)[0][0], model[0](batches(SIZES)[1][0])]
-        for h, (_, labels) in zip(hidden, batches(SIZES), strict=True):
-            acc.backward(fused_ce(h, model[1].weight, labels))
-
-    for _ in range(2):
-        windowed(acc, streaming, None, SIZES, loop)
-        sgd(model).step()
-        model.zero_grad(set_to_none=to_none)
-
-
 def dropped_and_tried_again(acc, model, streaming, to_none):
     def fail():
         raise KeyError("labels")
@@ -232,8 +183,8 @@ def dropped_and_tried_again(acc, model, streaming, to_none):
 
 
 RIGHT = [
-    after_a_step, two_windows_before_a_step, regularised_inside, stepped_inside,
-    an_expert_that_comes_later, dropped_and_tried_again,
+    after_a_step, stepped_inside,
+     dropped_and_tried_again,
 ]  # fmt: skip
 
 

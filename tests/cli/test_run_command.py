@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.bounds import SAME_MODEL
 from support.command_line import call
-from support.scripts import ACCELERATE_TWO, TRAINER, TWO, python
+from support.scripts import TRAINER, TWO, python
 from support.tiny_trainer import CLOSE
 
 
@@ -143,14 +143,13 @@ def test_a_trainer_script_logs_the_token_mean(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [TWO, ACCELERATE_TWO], ids=["torchrun", "accelerate launch"])
-def test_a_trainer_script_on_two_ranks(launcher, tmp_path):
+def test_a_trainer_script_on_two_ranks(tmp_path):
     """Four micro-batches on each of two ranks log and save what eight on one do."""
     pytest.importorskip(
         "transformers", minversion="5.20", reason="an older Trainer resumes on no rank without GPU"
     )
     (tmp_path / "train.py").write_text(TRAINER)
-    report, done = fused(tmp_path, "train.py", "4", launcher=launcher)
+    report, done = fused(tmp_path, "train.py", "4", launcher=TWO)
     assert report["models"][0]["losses_fused"] == 4 * 4 + 2 * 4 + 1  # half of the evaluation's
     first, resumed = json.loads(done.stdout.splitlines()[-1])
     assert losses(first)[0] == pytest.approx(mean_loss_of_rows(), rel=SAME_MODEL)

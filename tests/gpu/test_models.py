@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from support.bounds import same_model
 from support.device import current
 
 import fusedce
-from fusedce.testing import Case
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.gpu
@@ -44,27 +42,6 @@ def test_a_replaced_head_trains_as_the_untouched_model(name, dtype):
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(ours, stock, rtol=roundings * eps, atol=0)
     assert (grads - stock_grads).norm() <= roundings * eps * stock_grads.norm() + 1e-5
-
-
-@pytest.mark.parametrize("declared", [True, False], ids=["declared", "streaming"])
-def test_micro_batches_are_the_whole_batch(declared):
-    hidden, weight, labels, _ = Case((300,), 256, 3001, ignored=0.25).tensors(current())
-    weight.requires_grad_()
-    fusedce.fused_ce(hidden, weight, labels).mean().backward()
-    whole, weight.grad = weight.grad, None
-    parts = [slice(0, 5), slice(5, 20), slice(20, None)]
-    acc = fusedce.LossAccumulator([weight])
-    if declared:
-        counts = [int((labels[part] != -100).sum()) for part in parts]
-        with acc.window(counts):
-            for part in parts:
-                acc.backward(fusedce.fused_ce(hidden[part], weight, labels[part]))
-    else:
-        for part in parts:
-            acc.backward(fusedce.fused_ce(hidden[part], weight, labels[part]))
-        acc.finish()
-    same_model(weight.grad, whole)
-    assert acc.metrics()["n_tokens"] == int((labels != -100).sum())
 
 
 def test_a_device_tells_what_is_done_with_a_loss():

@@ -10,12 +10,6 @@ import fusedce
 TESTS = Path(__file__).parents[1]
 PACKAGE = Path(fusedce.__file__).parents[1]  # that of this process: mutants are copies
 TWO = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-# With --cpu it would start one process; the script asks for the CPU itself, and so for gloo.
-ACCELERATE_TWO = [
-    "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
-    "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
-    "--main_process_port", "0",
-]  # fmt: skip
 
 
 def python(folder, *arguments):
@@ -28,7 +22,7 @@ def python(folder, *arguments):
         "PYTHONPATH": f"{TESTS}{os.pathsep}{PACKAGE}", "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache"),
     }  # fmt: skip
-    tries = 3 if list(arguments[:2]) in (TWO[:2], ACCELERATE_TWO[:2]) else 1
+    tries = 3 if list(arguments[:2]) == TWO[:2] else 1
     for last in (i == tries for i in range(1, tries + 1)):
         process = subprocess.Popen(
             [sys.executable, *map(str, arguments)], cwd=folder, env=environment, text=True,

@@ -23,7 +23,6 @@ from support.bounds import SAME_MODEL
 V = 61
 # Quotients of what is logged; parameters move by lr times a gradient of up to 1 in two steps.
 CLOSE = {"rel": 8 * SAME_MODEL, "abs": SAME_MODEL, "nan_ok": True}
-OF_PARAMETERS = {"rtol": 8 * SAME_MODEL, "atol": 0.1 * SAME_MODEL}
 
 
 class FusedTrainer(FusedTrainerMixin, Trainer):

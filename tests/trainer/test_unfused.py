@@ -14,12 +14,9 @@ from support.tiny_trainer import (
 )
 from support.unfused import (
     Attended,
-    Documents,
     MeanOfRows,
     Means,
-    classifier,
 )
-from transformers import Trainer
 
 from fusedce import head_report
 
@@ -65,22 +62,6 @@ def test_what_is_no_mean_over_the_labels_alone_is_called_approximate(tmp_path, c
         train(FusedTrainer, make(), arguments(tmp_path, **batch), train_dataset=DATA)
     (warning,) = [x for x in map(str, caplog.messages) if "counts the tokens" in x]
     assert "their weights are approximate" in warning
-
-
-def test_classification_of_sequences_is_the_stock_trainers(tmp_path, caplog):
-    """Each row is one label; what cannot be replaced is no reason to refuse.
-
-    The stock trainer is right for one batch alone: with more it adds their means up.
-    """
-    data = Documents()
-    one, many, warning = one_and_many(classifier, tmp_path, caplog, data)
-    assert many[0] == pytest.approx(one[0], rel=10 * SAME_MODEL)
-    _, stock, seen, _ = train(Trainer, classifier(), arguments(tmp_path, 8, 1), train_dataset=data)
-    assert many[0] == pytest.approx(stock, rel=10 * SAME_MODEL)
-    assert many[1] == pytest.approx(seen.norms, rel=100 * SAME_MODEL)
-    assert "no output embeddings" in warning
-    assert "no output embeddings" in str(head_report(many[2].model))
-    assert "pass head=" not in warning
 
 
 def test_a_fused_loss_is_not_counted_by_labels(tmp_path, caplog):
