@@ -209,8 +209,8 @@ def small_finish_kernel(
                 mine = rows < N
                 mine &= tl.load(labels + rows, mask=mine, other=-1).to(tl.int64) == label
                 e = tl.load(label_grads + rows, mask=mine, other=0.0)
-                at = used + rows.to(tl.int64)[:, None] * H + offs_h[None, :]
-                h = tl.load(at, mask=mine[:, None] & mask_h[None, :], other=0.0)
+                of_rows = used + rows.to(tl.int64)[:, None] * H + offs_h[None, :]
+                h = tl.load(of_rows, mask=mine[:, None] & mask_h[None, :], other=0.0)
                 total += tl.sum(e[:, None] * h.to(tl.float32), axis=0)
             to_weight = d_weight + label * H + offs_h
             total += tl.load(to_weight, mask=mask_h, other=0.0).to(tl.float32)

@@ -96,7 +96,8 @@ def loss_and_grads(problem: Problem, wanted: Outputs) -> Summed:
             d_hidden = torch.empty(N, H, dtype=torch.float32, device=device)
             multiply(g, weight, out=d_hidden)
         if used is not None:
-            d_weight = torch.mm(g.t(), used)
+            d_weight = torch.empty(V, H, dtype=dtype, device=device)
+            torch.mm(g.t(), used, out=d_weight)
         block_h = min(power_of_2(H), _BLOCK_H)
         launch_grid(
             small_finish_kernel,
