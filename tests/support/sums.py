@@ -22,11 +22,15 @@ OPTIONS = [
     {"z_loss": 0.01}, {"token_weight": True},
 ]  # fmt: skip
 ALL_OPTIONS = {name: value for option in OPTIONS for name, value in option.items()}
+FEW, MANY = ({"chunk_tokens": n} for n in ((128, 32) if COMPILED else (8, 4)))
 WAYS = {  # whether by one GEMM, and arguments of the call
-    "one GEMM": (True, {}),
-    "tiles": (False, {}),
-    "chunks by one GEMM": (True, {"chunk_tokens": 128 if COMPILED else 32}),
-    "chunks by tiles": (False, {"chunk_tokens": 128 if COMPILED else 32}),
+    "small": (True, {}),
+    "one GEMM": (True, {"chunk_tokens": 1024}),
+    "tiles": (False, {"chunk_tokens": 1024}),
+    "few chunks by one GEMM": (True, FEW),
+    "chunks by one GEMM": (True, MANY),
+    "chunks by tiles": (False, MANY),
+    "least budget by one GEMM": (True, {"memory_budget": "least"}),
     "least budget": (False, {"memory_budget": "least"}),
 }
 
