@@ -14,7 +14,6 @@ from torch.utils import collect_env
 import fusedce
 from fusedce.backends.choose import INTERPRETED, TRITON_INSTALLED, default_backend, why_not_triton
 from fusedce.backends.fallback import refused
-from fusedce.backends.torch.products import bf16_gemm
 from fusedce.contract.checks import DTYPES
 from fusedce.contract.results import LossSum
 
@@ -45,7 +44,7 @@ def report() -> dict[str, Any]:
         for device in (torch.device("cpu"), *(torch.device(accelerator.type, i) for i in found))
     ]
     triton = "interpreted (TRITON_INTERPRET is set)" if INTERPRETED else "compiled, not interpreted"
-    gemm, versions = bf16_gemm(), list[dict[str, str | None]]()
+    versions = list[dict[str, str | None]]()
     for name, (oldest, newest) in TESTED.items():
         versions.append({"name": name, "version": None, "tested": f"{oldest} to {newest}"})
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -56,7 +55,6 @@ def report() -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": versions,
         "triton_kernels": triton if TRITON_INSTALLED else "none, triton is not installed",
-        "fast_bfloat16_on_cpu": None if gemm is None else gemm.name,
         "devices": devices,
         "right": all(c["right"] for d in devices for c in d["checks"]),
     }
@@ -69,8 +67,6 @@ def text(found: dict[str, Any]) -> str:
         version = row["version"] or "not installed"
         lines.append(f"  {row['name']:13} {version:14} (tested: {row['tested']})")
     lines.append(f"  Triton kernels: {found['triton_kernels']}")
-    gemm = found["fast_bfloat16_on_cpu"]
-    lines.append(f"  bfloat16 products on this CPU: {gemm or 'widened to float32'}")
     for device in found["devices"]:
         lines.append(f"\n{device['device']}: {device['name']}")
         lines += [f"  {line}" for line in device["backends"]]

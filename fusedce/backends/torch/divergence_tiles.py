@@ -89,7 +89,7 @@ def divergence_and_grads(task: Task) -> Summed:
         call = sharded_sizes(problem, shard, len(rows))
     hidden, device = problem.hidden, problem.hidden.device
     products = Products.of(hidden)
-    acc, gemm = products.acc, products.gradients
+    acc, gemm = products.acc, products.operands
     of_both = call.with_teacher(divergence.teacher_size())
     plan = choose_plan(
         of_both, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget

@@ -19,7 +19,6 @@ NEAR = 15  # nats: logits up to this size need no reference, float32 holds their
 SAMPLE = 64  # classes that are tried for the first reference, the largest of their logits
 Rows = slice | Tensor  # rows of a matrix: a slice if they are contiguous, else their indices
 _FEW = 32  # tokens
-_ELEMENTS, _LEAST = 2**19, 256  # elements of a tile, and least classes, with fast bf16 products
 
 
 def chunks_of(rows: Tensor, size: int) -> Sequence[Tensor]:
@@ -87,12 +86,11 @@ class Logits:
 
     def operand(self, hidden: Tensor) -> Tensor:
         """``hidden (C, H)`` as :meth:`tile` takes it."""
-        wide = self.products.logits
-        return hidden if hidden.dtype == wide else hidden.to(wide)
+        return hidden.to(self.products.operands)
 
     def tile(self, h: Tensor, begin: int, end: int, out: Tensor | None = None) -> Tensor:
         """``(v, C)`` logits of classes ``begin:end``; without ``out``, until the next tile."""
-        w = self.rows(begin, end, self.products.logits)
+        w = self.rows(begin, end, self.products.operands)
         return self.head.finished(self._product(w, h, out), slice(begin, end))
 
     def copy(self, z: Tensor, rows: Rows) -> Tensor:
@@ -100,15 +98,9 @@ class Logits:
         found = z[:, rows]
         return self._scratch(*found.shape).copy_(found)
 
-    def step(self, tokens: int, classes: int) -> int:
-        """Classes of a tile: those of the plan, or fewer, so that its logits stay in the cache."""
-        if not self.products.exact_bf16:
-            return classes
-        return min(classes, max(_ELEMENTS // max(tokens, 1), _LEAST))
-
     def of_classes(self, h: Tensor, classes: Tensor) -> Tensor:
         """``(K, C)`` logits of ``classes (K,)``; the next tile overwrites them."""
-        w = self.head.weight[classes].to(self.products.logits)
+        w = self.head.weight[classes].to(self.products.operands)
         return self.head.finished(self._product(w, h, None), classes[:, None])
 
     def rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
@@ -127,9 +119,6 @@ class Logits:
         return wide
 
     def _product(self, w: Tensor, h: Tensor, out: Tensor | None) -> Tensor:
-        if self.products.logits != self.products.inputs and self.products.by_onednn(w):
-            z: Tensor = torch.ops.mkldnn._linear_pointwise(w, h, None, "none", [], "")
-            return z if out is None else out.copy_(z)
         if out is not None:
             return self.products(w, h.t(), out)
         v, C = w.shape[0], h.shape[0]

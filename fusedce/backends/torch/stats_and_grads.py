@@ -131,7 +131,7 @@ def token_grads(
     V, H = problem.weight.shape
     logits = Logits(Projection.of(problem))
     products = logits.products
-    acc, gemm = products.acc, products.gradients
+    acc, gemm = products.acc, products.operands
     rows = (problem.valid() & upstream.used).nonzero()[:, 0]
     call = sizes_of(problem, wanted, len(rows), dtypes)
     plan = plan_tiles(call, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget)

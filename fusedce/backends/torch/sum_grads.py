@@ -62,16 +62,15 @@ def loss(problem: Problem) -> tuple[Tensor, Tensor]:
     logits = Logits(Projection.of(problem))
     if problem.memory_budget is None:
         C, classes = evaluation_tile(n, on_cpu=problem.hidden.device.type == "cpu")
-        if logits.products.logits != problem.hidden.dtype:
+        if logits.products.operands != problem.hidden.dtype:
             classes = min(classes, max(_WIDENED // problem.hidden.shape[1], 1))
     else:
         plan = plan_tiles(sizes_of(problem, Outputs(), n), memory_budget=problem.memory_budget)
         C, classes = plan.tokens, plan.classes
-    step = logits.step(C, classes)
     totals = []
     for chunk in chunks_of_rows(rows, C):
         h, y = _tokens(problem, chunk)
-        totals.append(_walk(logits, logits.operand(h), y, step).nll.double().sum())
+        totals.append(_walk(logits, logits.operand(h), y, classes).nll.double().sum())
     return _added(totals, problem), n_valid
 
 
@@ -95,8 +94,7 @@ def _added(totals: list[Tensor], problem: Problem) -> Tensor:
 
 def sums_smoothing(problem: Problem) -> bool:
     """Whether exponentials are unrounded and in one chunk's memory, so that a share comes off."""
-    products = Products.of(problem.hidden)
-    exact = products.gradients == products.acc
+    exact = not Products.of(problem.hidden).narrow
     return exact and problem.softcap is None and problem.memory_budget is None
 
 
@@ -108,7 +106,7 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
     rows, n, n_valid = used_rows(problem)
     logits = Logits(Projection.of(problem))
     head, products = logits.head, logits.products
-    acc, stored = products.acc, products.gradients
+    acc, stored = products.acc, products.operands
     dtypes = saved_grad_dtypes(problem)
     limited = problem.memory_budget is not None or problem.chunk_tokens is not None
     if not limited and is_one_tile(n, V, stored.itemsize, on_cpu=device.type == "cpu"):
@@ -120,7 +118,7 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
         )
         if plan.name == TILES:
             return loss_in_two_passes(token_stats, token_grads, problem, wanted, argmax)
-        C, step = min(plan.tokens, n), logits.step(plan.tokens, plan.classes)
+        C, step = min(plan.tokens, n), plan.classes
     chunks = chunks_of_rows(rows, C)
     every_row = isinstance(rows, slice)
     grads = Gradients(problem, wanted, dtypes=dtypes, chunks=len(chunks), every_row=every_row)
