@@ -43,13 +43,13 @@ from fusedce.backends.shards import (
 from fusedce.backends.torch.logit_tiles import (
     Logits,
     Sums,
+    TileLabels,
     TileStats,
     chunks_of,
     exp_,
     largest,
     maxima,
     tiles,
-    write_labels,
 )
 from fusedce.backends.torch.products import Products
 from fusedce.contract.labels import used_tokens
@@ -217,7 +217,8 @@ class _ToTeacher(_Compared):
         s = self.all(self.logits, h, self.of_student)
         t = self.all(self.teachers, self.teacher_hidden[chunk], self.of_teacher)
         y = self.problem.labels[chunk].long() - (0 if shard is None else shard.first)
-        stats = TileStats(y, dtype) if divergence.ce_weight else None  # at temperature 1
+        labels = TileLabels(y, len(s), self.step)
+        stats = TileStats(labels, dtype) if divergence.ce_weight else None  # at temperature 1
         of_student, of_teacher = Sums(), Sums()
         for begin, of_s, of_t, scratch, _ in self.small(s, t):
             of_student.add(of_s, maxima(of_s), scratch)
@@ -234,7 +235,7 @@ class _ToTeacher(_Compared):
         total = torch.zeros_like(lse)
         for begin, of_s, of_t, half, scratch in self.small(s, t):
             slope = self.student.slope(of_s)
-            of_ce = self._of_ce(of_s, y, begin, *of_label[:2]) if of_label else None
+            of_ce = self._of_ce(of_s, labels, begin, *of_label[:2]) if of_label else None
             torch.add(half_shift, torch.sub(of_s, of_t, out=half), alpha=0.5, out=half)
             log_q, log_p = log_softmax_(of_s, lse), log_softmax_(of_t, lse_t)  # in of_s and of_t
             if some_far:
@@ -278,11 +279,12 @@ class _ToTeacher(_Compared):
             found.masked_fill_(given > 0, math.inf)
         return found
 
-    def _of_ce(self, s: Tensor, y: Tensor, begin: int, nll: Tensor, lse: Tensor) -> Tensor:
+    def _of_ce(self, s: Tensor, labels: TileLabels, begin: int, nll: Tensor, lse: Tensor) -> Tensor:
         """``(v, C)``: gradient of the label's cross-entropy by a tile of logits."""
         temperature = self.divergence.temperature
         g = exp_(log_softmax_(torch.mul(s, temperature), lse))
-        write_labels(g, y, begin, (-nll).expm1().to(g.dtype))
+        if at := labels.of(begin):
+            g[at] = (-nll[at[1]]).expm1().to(g.dtype)
         return g.mul_(self.divergence.ce_weight * temperature)
 
     # The two methods below return a tile's part of the divergence, (C,) float32 or float64. Buffers
@@ -348,7 +350,9 @@ class _ToTargets(_Compared):
             of_label = torch.maximum(value, of_label)
         if shard is not None:
             of_label, y, total = largest_of_ranks(of_label, y, total, shard)
-        s, stats = self.all(self.logits, h, self.of_student), TileStats(y, dtype)
+        s = self.all(self.logits, h, self.of_student)
+        labels = TileLabels(y, len(s), self.step)
+        stats = TileStats(labels, dtype)
         for begin, z, scratch, _ in self.small(s):
             stats.add(scratch.copy_(z), begin)
         nll, lse, z_label = self.of_label(stats)
@@ -363,7 +367,8 @@ class _ToTargets(_Compared):
             if not self.train:
                 continue
             g = exp_(log_softmax_(z, lse)).mul_(alpha).sub_(t)
-            write_labels(g, y, begin, at_label)
+            if at := labels.of(begin):
+                g[at] = at_label[at[1]]
             if slope is not None:
                 g.mul_(slope)
         bias, given = self.student.bias, cast(Tensor, self.divergence.probabilities)

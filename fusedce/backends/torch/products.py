@@ -8,7 +8,7 @@ those. bfloat16 and float16 on a CPU are for tests.
 ==================  ========  ==========
 inputs              operands  results
 ==================  ========  ==========
-bf16 on CUDA        as is     float32
+bf16, fp16 on CUDA  as is     float32
 bf16, fp16 else     float32   float32
 fp32, fp64          as is     as is
 ==================  ========  ==========
@@ -46,7 +46,7 @@ class Products(NamedTuple):
     def of(cls, hidden: Tensor) -> Products:
         """The dtypes of the GEMMs of ``hidden (N, H)``, by its dtype and device."""
         dtype, acc = hidden.dtype, acc_dtype(hidden.dtype)
-        narrow = dtype == torch.bfloat16 and widens("mm", hidden.device, dtype)
+        narrow = acc != dtype and widens("mm", hidden.device, dtype)
         return cls(dtype, dtype if narrow else acc, acc)
 
     @property
