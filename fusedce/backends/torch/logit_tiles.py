@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.plan import ROW_MULTIPLE
-from fusedce.backends.torch.products import Products
+from fusedce.backends.torch.products import Products, on_cpu
 from fusedce.contract.problem import Projection
 
 # Largest sum of exponentials that is accepted. It and its inverse are far from the ends of
@@ -38,10 +38,9 @@ def blocks_of(rows: Tensor, size: int, N: int) -> Iterator[Rows]:
     """``rows`` of ``N`` in blocks of at most ``size``; slices where they are known to be one."""
     begin = 0
     for block in chunks_of(rows, size):
-        on_cpu = block.device.type == "cpu"
         if len(rows) == N:  # every row, as their number says without a wait
             yield slice(begin, begin + len(block))
-        elif on_cpu and block[-1] - block[0] == len(block) - 1:
+        elif on_cpu(block) and block[-1] - block[0] == len(block) - 1:
             yield slice(int(block[0]), int(block[-1]) + 1)
         else:
             yield block
@@ -296,11 +295,11 @@ def nll_of(others: Tensor, z_label: Tensor) -> Tensor:
 
 def take_labels(z: Tensor, y: Tensor) -> Tensor:
     """``(C,)`` labels' logits of ``z (V, C)``, where -inf takes their place; NaN for bad labels."""
-    at = y[None] if z.device.type == "cpu" else y[None].clamp(0, len(z) - 1)
+    at = y[None] if on_cpu(z) else y[None].clamp(0, len(z) - 1)
     found = z.gather(0, at)[0]
     z.scatter_(0, at, -math.inf)
     # Labels on a device are not read before. All of the token is NaN by its label.
-    return found if z.device.type == "cpu" else found.masked_fill_(at[0] != y, math.nan)
+    return found if on_cpu(z) else found.masked_fill_(at[0] != y, math.nan)
 
 
 def column_sums(z: Tensor, c: Tensor | None) -> Tensor:
@@ -316,7 +315,7 @@ _GROUP = 64  # classes whose maximum is found first: on a CPU `amax` is five tim
 def largest(z: Tensor) -> tuple[Tensor, Tensor]:
     """``(C,)`` each: the largest of every column of ``z (v, C)``, and its row."""
     whole = len(z) // _GROUP * _GROUP
-    if z.device.type != "cpu" or whole < 8 * _GROUP:
+    if not on_cpu(z) or whole < 8 * _GROUP:
         return z.max(0)
     top, group = z[:whole].unflatten(0, (-1, _GROUP)).amax(1).max(0)
     first = group * _GROUP
@@ -338,7 +337,7 @@ def exp_(x: Tensor) -> Tensor:
     As a power of two on a CPU: torch's exponential is MKL's, which takes three times as long as
     ``exp2`` on AMD's CPUs. The product is rounded as a log-probability is.
     """
-    if x.dtype == torch.float32 and x.is_cpu:
+    if x.dtype == torch.float32 and on_cpu(x):
         return x.mul_(_LOG2E).exp2_()
     return x.exp_()
 
@@ -375,7 +374,7 @@ def exact_reference(logits: Logits, h: Tensor, labels: TileLabels) -> Tensor:
 def add_at(total: Tensor, y: Tensor, rows: Tensor) -> None:
     """``total[y] += rows``, of one dtype; deterministic, and no wait."""
     # index_add_ is serial on a CPU, where it is faster; on a device index_put_ sorts.
-    if total.device.type == "cpu":
+    if on_cpu(total):
         total.index_add_(0, y, rows)
     else:
         total.index_put_((y,), rows, accumulate=True)

@@ -59,7 +59,7 @@ class Products(NamedTuple):
 
         ``a`` and ``b`` are of one dtype, ``out`` of the same, of ``acc`` or of the inputs'.
         """
-        widened = self.inputs != a.dtype == self.acc and out.device.type == "cpu"
+        widened = self.inputs != a.dtype == self.acc and on_cpu(out)
         doubled = widened and _reduced_precision()  # no setting reaches float64
         if a.dtype == out.dtype and not doubled:
             return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
@@ -78,6 +78,11 @@ class Products(NamedTuple):
             else:
                 some.copy_(product)
         return out
+
+
+def on_cpu(x: Tensor) -> bool:
+    """Whether ``x`` is read without a wait, and a tile of logits stays in a cache."""
+    return x.device.type == "cpu"
 
 
 @functools.cache

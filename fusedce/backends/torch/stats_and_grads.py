@@ -41,11 +41,12 @@ from fusedce.backends.torch.logit_tiles import (
     label_entry,
     tiles,
 )
+from fusedce.backends.torch.products import on_cpu
 from fusedce.contract.labels import used_tokens
 from fusedce.contract.objective import LogitGrad, Stats
 from fusedce.contract.problem import Outputs, Problem, Projection, acc_dtype
 
-_KEPT_TOKENS = 2048
+_KEPT_TOKENS = 2048  # whose logits are kept on a device, or a quarter of all
 _LOWEST = -1e4  # nats: a probability of 0, in float64 too
 
 
@@ -61,7 +62,7 @@ def room_for_logits(problem: Problem) -> Tensor | None:
     device, size = problem.hidden.device, N * V * acc.itemsize
     limited = problem.memory_budget is not None or problem.chunk_tokens is not None
     budget = CPU_BUDGET
-    if device.type != "cpu":  # a chunk's by default: a quarter of all, or those of 2,048 tokens
+    if not on_cpu(problem.hidden):  # as a chunk's by default
         chunk = max(-(-N // 4), _KEPT_TOKENS) * V * problem.hidden.element_size()
         budget = min(device_budget(memory_of(device)), chunk)
     if limited or _kept[device] + size > budget:
@@ -306,7 +307,7 @@ def _gradient(problem: Problem, head: Projection, block: _Block, z: Tensor, begi
         entries = by.at_classes.masked_fill(~inside, 0)
         # A class may stand twice in a token's labels. Elsewhere than on a CPU one operation would
         # add the two in any order.
-        step = len(at) if g.device.type == "cpu" else 1
+        step = len(at) if on_cpu(g) else 1
         for some, x in zip(at.split(step), entries.split(step), strict=True):
             g.scatter_add_(0, some, x)
     return g

@@ -54,7 +54,7 @@ from fusedce.backends.torch.logit_tiles import (
     take_labels,
     tiles,
 )
-from fusedce.backends.torch.products import Products
+from fusedce.backends.torch.products import Products, on_cpu
 from fusedce.backends.torch.stats_and_grads import token_grads, token_stats
 from fusedce.backends.upstream import loss_in_two_passes
 from fusedce.contract.labels import used_rows
@@ -71,7 +71,7 @@ def loss(problem: Problem) -> tuple[Tensor, Tensor]:
     rows, n, n_valid = used_rows(problem)
     call = _Call(problem, Logits(Projection.of(problem)))
     if problem.memory_budget is None:
-        C, classes = evaluation_tile(n, on_cpu=problem.hidden.device.type == "cpu")
+        C, classes = evaluation_tile(n, on_cpu=on_cpu(problem.hidden))
         if call.logits.products.operands != problem.hidden.dtype:
             classes = min(classes, max(_WIDENED // problem.hidden.shape[1], 1))
     else:
@@ -108,7 +108,7 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
     narrow, stored = logits.products.narrow, logits.products.operands
     dtypes = saved_grad_dtypes(problem)
     limited = problem.memory_budget is not None or problem.chunk_tokens is not None
-    if not limited and is_one_tile(n, V, stored.itemsize, on_cpu=device.type == "cpu"):
+    if not limited and is_one_tile(n, V, stored.itemsize, on_cpu=on_cpu(problem.hidden)):
         C, step, way = n, V, ONE_CHUNK
     else:
         call = sizes_of(problem, wanted, n, dtypes, logit=stored.itemsize)
@@ -348,7 +348,7 @@ def _tile_by_tile(
 
 def _in_range(y: Tensor, V: int) -> Tensor:
     """Labels that index within bounds: on a device a bad one has made its token NaN by now."""
-    return y if y.device.type == "cpu" else y.clamp(0, V - 1)
+    return y if on_cpu(y) else y.clamp(0, V - 1)
 
 
 def _logit_gradient(
@@ -414,14 +414,14 @@ def _add_to_weight(
     # are, but that they are at most C: a wait would cost more than the rows that nobody reads.
     ordered, order = y.sort(stable=True)
     place = ordered.diff(prepend=ordered[:1]).ne(0).cumsum(0)  # (C,)
-    n = int(place[-1]) + 1 if y.device.type == "cpu" else len(y)
+    n = int(place[-1]) + 1 if on_cpu(y) else len(y)
     classes = ordered.new_zeros(n).scatter_(0, place, ordered)
     total = rows.new_zeros(n, rows.shape[1])
     add_at(total, place, rows[order])
     if not first:
         total += weight[classes]
     products(exps, scaled, weight, add=not first)
-    elements = _ROWS if y.device.type == "cpu" else _ROWS_OF_DEVICE
+    elements = _ROWS if on_cpu(y) else _ROWS_OF_DEVICE
     step = max(elements // max(scaled.shape), 1)
     for some, part in zip(classes.split(step), total.split(step), strict=True):
         products(exps[some], scaled, part, add=True)

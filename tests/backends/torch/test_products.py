@@ -86,6 +86,17 @@ def test_a_product_waits_in_little_memory_of_its_own(monkeypatch):
     assert total.unique().tolist() == [2]
 
 
+def test_few_rows_are_padded_for_logits_and_hidden_states_alone():
+    """Both have the same bits in every batch; the weight's gradient is of 8 tokens, not of 64."""
+    hidden, weight = torch.randn(8, H).requires_grad_(), torch.randn(700, H).requires_grad_()
+    labels = torch.randint(700, (8,))
+    loss = fused_cross_entropy(hidden, weight, labels, reduction="none", backend="torch").sum()
+    with torch.profiler.profile(record_shapes=True) as trace:
+        loss.backward()
+    seen = {tuple(map(tuple, e.input_shapes[:2])) for e in trace.events() if e.name == "aten::mm"}
+    assert seen == {((64, 700), (700, H)), ((700, 8), (8, H))}
+
+
 # ---- settings of the process ----------------------------------------------------------------
 
 
