@@ -105,7 +105,8 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
     V, device = problem.weight.shape[0], problem.hidden.device
     rows, n, n_valid = used_rows(problem)
     logits = Logits(Projection.of(problem))
-    narrow, stored = logits.products.narrow, logits.products.operands
+    stored = logits.products.operands
+    narrow = stored != logits.products.acc
     dtypes = saved_grad_dtypes(problem)
     limited = problem.memory_budget is not None or problem.chunk_tokens is not None
     if not limited and is_one_tile(n, V, stored.itemsize, on_cpu=on_cpu(problem.hidden)):

@@ -149,6 +149,26 @@ def test_a_bad_label_makes_the_sum_nan_and_reads_nothing():
             assert total.isnan()
 
 
+@pytest.mark.parametrize("device", [True], indirect=True)
+@pytest.mark.usefixtures("device")
+def test_labels_are_not_rounded_in_a_second_chunk():
+    """What two chunks add to a weight gradient in bfloat16 is rounded once in each."""
+    rng = torch.Generator().manual_seed(0)
+    weight, exact = torch.empty(90, H).bfloat16(), torch.zeros(90, H, dtype=torch.float64)
+    made = Products.of(weight)
+    for first in (True, False):
+        exps = torch.rand(90, 40, generator=rng).bfloat16()
+        scaled = torch.randn(40, H, generator=rng).bfloat16() + 3
+        y = torch.randint(30, (40,), generator=rng)
+        rows = torch.randn(40, H, generator=rng)
+        for row in y.unique():  # the labels take away nearly all
+            rows[y == row] -= exps[row].float() @ scaled.float() / (y == row).sum()
+        sum_grads._add_to_weight(made, exps, scaled, weight, y, rows, first=first)
+        exact += (exps.double() @ scaled.double()).index_add_(0, y, rows.double())
+    once = exact[:30].bfloat16() - exact[:30]
+    assert (weight[:30] - exact[:30]).norm() <= 2 * once.norm()
+
+
 # ---- launches and waits -------------------------------------------------------------------------
 
 VIEWS = {
