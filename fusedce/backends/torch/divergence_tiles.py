@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, Summed, saved_grad_dtypes, sizes_of
-from fusedce.backends.plan import Plan, choose_plan, compared_classes
+from fusedce.backends.plan import FEW_CHUNKS, Plan, choose_plan, compared_classes
 from fusedce.backends.shards import (
     all_reduce,
     nll_and_lse,
@@ -92,7 +92,10 @@ def divergence_and_grads(task: Task) -> Summed:
         of_both, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget
     )
     parts = chunks_of(rows, plan.tokens)
-    grads = Gradients(problem, wanted, dtypes=saved_grad_dtypes(problem), chunks=len(parts))
+    grads = Gradients(
+        problem, wanted, dtypes=saved_grad_dtypes(problem), chunks=len(parts),
+        wide=plan.name != FEW_CHUNKS,
+    )  # fmt: skip
     compared = _ToTeacher(
         problem, divergence, plan, compared_classes(call, plan.tokens, plan.classes), shard,
         train=any(wanted.gradients()),

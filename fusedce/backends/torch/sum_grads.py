@@ -32,6 +32,7 @@ from fusedce.backends.gradients import (
     sizes_of,
 )
 from fusedce.backends.plan import (
+    FEW_CHUNKS,
     ONE_CHUNK,
     TILES,
     choose_plan,
@@ -123,7 +124,10 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
         return loss_in_two_passes(token_stats, token_grads, problem, wanted, argmax)
     chunks = chunks_of_rows(rows, C)
     every_row = isinstance(rows, slice)
-    grads = Gradients(problem, wanted, dtypes=dtypes, chunks=len(chunks), every_row=every_row)
+    grads = Gradients(
+        problem, wanted, dtypes=dtypes, chunks=len(chunks), every_row=every_row,
+        wide=way != FEW_CHUNKS,
+    )  # fmt: skip
     factor = expected_upstream(problem, n_valid)
     of_all = _Call(problem, logits, grads, factor, argmax)
     if argmax is not None:
