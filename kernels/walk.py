@@ -102,7 +102,7 @@ def add_statistics(z, m, others, moment, index, start_v, moments, best):
 
 @triton.jit
 def store_exponentials(
-    z, slope, row, mask_n, exps, maxima, sums, best, z_label, start_v, width, stride_ec,
+    z, slope, row, mask_n, exps, exps_tiles, start_n, maxima, sums, best, z_label, start_v, width, stride_ec,
     stride_split, GRAD_SCALE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Store a tile's exponentials, and its maximum and sum of each row."""
@@ -119,10 +119,13 @@ def store_exponentials(
     g = e * slope
     if GRAD_SCALE != 1.0:
         g *= GRAD_SCALE
-    offs_v = start_v + tl.arange(0, BLOCK_V)
-    mask = mask_n[:, None] & (offs_v < width)[None, :]
-    out = exps + row[:, None] * stride_ec + offs_v[None, :]
-    tl.store(out, g.to(exps.dtype.element_ty), mask=mask)
+    if exps_tiles is not None:
+        exps_tiles.store([start_n, start_v], g.to(exps.dtype.element_ty))
+    else:
+        offs_v = start_v + tl.arange(0, BLOCK_V)
+        mask = mask_n[:, None] & (offs_v < width)[None, :]
+        out = exps + row[:, None] * stride_ec + offs_v[None, :]
+        tl.store(out, g.to(exps.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -198,6 +201,7 @@ def walk_kernel(
     temperature,  # (N,) fp32 or None: divisor of the logits of a row
     moments,  # (splits, N) fp32 out, or None: no entropy
     zsums,  # (splits, N) fp32 out, or None
+    exps_tiles,
     exps,  # (N, width) out of EXPONENTIALS, times the slope of their logits; 0 at the label
     width,  # V rounded up to a multiple of 16
     stride_ec,
@@ -267,7 +271,7 @@ def walk_kernel(
             slope = logits_slope(z, scale, softcap)
             z = others_of_tile(z, label, start_v, V, BLOCK_V)
             store_exponentials(
-                z, slope, row, mask_n, exps, maxima, sums, best, z_label, start_v, width, stride_ec,
+                z, slope, row, mask_n, exps, exps_tiles, block * BLOCK_N, maxima, sums, best, z_label, start_v, width, stride_ec,
                 stride_split, GRAD_SCALE, BLOCK_V,
             )  # fmt: skip
     if EPILOGUE != EXPONENTIALS:

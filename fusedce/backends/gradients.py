@@ -8,8 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.plan import WALK_STEP, Sizes, choose_plan, device_budget, plan_tiles
+from fusedce.backends.plan import PARTS, WALK_STEP, Sizes, choose_plan, device_budget, plan_tiles
 from fusedce.contract.problem import Outputs, Problem, Task, acc_dtype
+
+
+import os
+
+INTERPRETED = bool(os.environ.get('TRITON_INTERPRET'))  # sketch: ask the backend instead
 
 
 class Dtypes(NamedTuple):
@@ -174,7 +179,8 @@ class Gradients:
             dtype = acc if by_tiles else dtypes.hidden
             self.hidden = fill(hidden.shape, dtype=dtype, device=device)
         if wanted.weight:
-            dtype = dtypes.weight if by_tiles or chunks == 1 else acc
+            narrow = by_tiles or chunks == 1 or (device.type != "cpu" or INTERPRETED) and chunks <= PARTS
+            dtype = dtypes.weight if narrow else acc
             fill = torch.empty if chunks else torch.zeros
             self.weight = fill(weight.shape, dtype=dtype, device=device)
         if wanted.bias and bias is not None:

@@ -28,6 +28,8 @@ MiB = 2**20
 CPU_BUDGET = 56 * MiB  # of a chunk's logits; 64 MiB with the tiles and GEMM buffers beside it
 # Bytes of a chunk's logits on a GPU; the larger value from LARGE_DEVICE bytes of memory on.
 DEVICE_BUDGET = 1024 * MiB
+# By default a GPU holds a quarter of a call's logits, or those of 2,048 tokens.
+SMALL_LOGITS, PARTS, LEAST_TOKENS = 256 * MiB, 4, 2048
 LARGE_DEVICE_BUDGET, LARGE_DEVICE = 2048 * MiB, 40 * 10**9
 # More tokens do not make the GEMMs any faster, and a row has buffers of its own.
 _DEVICE_TOKENS = 8192
@@ -110,6 +112,13 @@ class Sizes(NamedTuple):
     def accumulator(self) -> bool:
         """Whether chunks need a sum of the weight gradient that is not the gradient itself."""
         return self.weight and self.element < self.acc and not self.wide_weight
+
+    def sums_narrow(self, C: int) -> bool:
+        """Whether chunks of ``C`` tokens are summed in the gradient's own dtype.
+
+        Each of them rounds the sum once: at most :data:`PARTS`, where eager makes 2 to 5 roundings.
+        """
+        return self.accumulator and not self.on_cpu and self.n <= C * PARTS
 
 
 class Plan(NamedTuple):
@@ -219,6 +228,10 @@ def _candidates(sizes: Sizes, classes: int) -> list[_Candidate]:
     # Where tiles are no choice, a small budget makes chunks of very few tokens.
     few = sizes.limits.least_tokens if sizes.teacher is None else step
     ranges = [range(n, n + 1)]
+    quarter = equal_parts(n, -(-n // PARTS), step)
+    if sizes.sums_narrow(quarter) and quarter < n:
+        ranges.append(range(quarter, n, step))
+        most = min(most, quarter - step)
     if few < n and few <= most:
         ranges.append(range(few, most + 1, step))
     ways = [(chunked, tokens, T) for tokens in ranges for T in _halved(classes)]
@@ -256,6 +269,9 @@ def chunk_size(sizes: Sizes) -> int:
     than those of a usual chunk and the accumulator together.
     """
     n, most = sizes.n, _most_tokens(sizes)
+    if not sizes.on_cpu:
+        small = max(SMALL_LOGITS // (sizes.V * sizes.logit), LEAST_TOKENS)
+        return max(n, 1) if n <= small else equal_parts(n, max(-(-n // PARTS), small), sizes.limits.multiple)
     if n <= most + (4 * sizes.H // sizes.logit if sizes.accumulator else 0):
         return max(n, 1)
     return min(equal_parts(n, most, sizes.limits.multiple), most)
@@ -328,7 +344,7 @@ def chunked(sizes: Sizes, C: int, T: int) -> Plan:
         held["tiles"] = sizes.copies * C * T * acc
         held["rows of hidden states"] = 7 * C * H * acc
         held["rows of weight"] = T * (H + (sizes.teacher or 0)) * acc if narrow else 0
-    if name == CHUNKS and sizes.accumulator:
+    if name == CHUNKS and sizes.accumulator and not sizes.sums_narrow(C):
         held["d_weight in float32"] = acc * V * H
     if sizes.teacher is not None:
         held["hidden states of the teacher"] = C * sizes.teacher * acc

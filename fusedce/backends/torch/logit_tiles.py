@@ -102,7 +102,7 @@ class Logits:
 
     def step(self, tokens: int, classes: int) -> int:
         """Classes of a tile: those of the plan, or fewer, so that its logits stay in the cache."""
-        if not self.products.exact_bf16:
+        if not (self.products.exact_bf16 and self.head.weight.is_cpu):  # a GPU has no such cache
             return classes
         return min(classes, max(_ELEMENTS // max(tokens, 1), _LEAST))
 
@@ -153,19 +153,25 @@ class Sums:
         self.references: list[Tensor] = []
         self.sums: list[Tensor] = []
 
+    def fits(self) -> bool:
+        """Whether no sum was too large: the one wait of a chunk on a device."""
+        if not self.sums or self.sums[0].device.type == "cpu":
+            return True  # asked tile by tile
+        return not bool((torch.stack(self.sums) > HIGHEST).any())
+
     def add(self, z: Tensor, k: Tensor, out: Tensor) -> bool:
         """Write ``exp(z - k)`` of a tile ``z (v, C)`` to ``out``; False if a sum is too large.
 
         A ``k`` of 0 needs no subtraction.
         """
-        if k.any():
+        if k.device.type != "cpu" or k.any():
             torch.sub(z, k, out=out)
         elif out is not z:
             out.copy_(z)
         sums = exp_(out).sum(0)
         self.references.append(k)
         self.sums.append(sums)
-        return not bool((sums > HIGHEST).any())
+        return sums.device.type != "cpu" or not bool((sums > HIGHEST).any())
 
     def lse(self, like: Tensor) -> Tensor:
         """``(C,)`` float64: the log-sum-exp of all tiles; -inf where there is none."""
@@ -230,6 +236,9 @@ class TileStats:
         self._sums.references.append(k)
         self._sums.sums.append(exp_(z.sub_(k)).sum(0))
         return True
+
+    def fits(self) -> bool:
+        return self._sums.fits()
 
     def losses(self) -> Tensor:
         """``(C,)`` float64: ``log(1 + exp(L - z_label))``, NaN where no tile held the label."""

@@ -94,6 +94,11 @@ class Products(NamedTuple):
                 return out if add else out.zero_()
             gemm.multiply(a, b, out, add=add)
             return out
+        if out.is_cuda and a.dtype != out.dtype:
+            if not add:
+                return torch.mm(a, b, out_dtype=out.dtype, out=out)
+            if widens_addmm(out.device, a.dtype):  # torch 2.11
+                return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
         b = b.double() if doubled else b
         step = max(_BLOCK // max(b.shape[1], 1), 1)
         for rows, some in zip(a.split(step), out.split(step), strict=True):
@@ -118,6 +123,13 @@ class Products(NamedTuple):
         onednn = torch.backends.mkldnn
         both = onednn.is_available() and torch.backends.mkl.is_available()
         return widened and both and bool(onednn.enabled)
+
+
+@functools.cache
+def widens_addmm(device: torch.device, dtype: torch.dtype) -> bool:
+    from fusedce.backends.triton.products import widens
+
+    return device.type == "meta" or widens(torch.addmm, device, dtype)
 
 
 def _reduced_precision() -> bool:

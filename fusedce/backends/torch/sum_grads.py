@@ -307,7 +307,7 @@ def _walk(
                 if not fits:
                     break
                 store(z, slope, begin)
-            if fits:
+            if fits and stats.fits():
                 break
         nll, z_label = stats.losses(), stats.z_label
         if train:
@@ -336,7 +336,7 @@ def _add_labels(
         add_rows(weight, y, rows)
         return
     classes, total = by_class(y, rows)
-    step = max(_ROWS // max(scaled.shape), 1)
+    step = max((_ROWS if weight.is_cpu else 2**26) // max(scaled.shape), 1)
     for some, part in zip(classes.split(step), total.split(step), strict=True):
         products(exps[some], scaled, part, add=True)
     weight[classes] = total.to(weight.dtype)

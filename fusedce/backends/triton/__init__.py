@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fusedce.backends.gradients import Summed
-from fusedce.backends.triton import archs, divergence_chunks, sum_grads
+from fusedce.backends.triton import archs, divergence_chunks, small_sums, sum_grads
 from fusedce.backends.triton.forward import loss, token_stats
 from fusedce.backends.triton.launch import device_guard, launch_grid
 from fusedce.backends.triton.vocab_tiles import token_grads
@@ -30,6 +30,8 @@ SCALE_BLOCK = 8192  # numbers that a program multiplies at a time
 def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
     """The sum and its wanted gradients."""
     assert task.shard is None, "sums over shards go by their tokens"
+    if small_sums.fits(task.problem, task.wanted, argmax):
+        return small_sums.loss_and_grads(task.problem, task.wanted)
     return sum_grads.loss_and_grads(task.problem, task.wanted, argmax)
 
 

@@ -28,6 +28,7 @@ from fusedce.kernels.walk import walk_kernel
 # Triton's interpreter, which takes a GPU's tensors as well, multiplies bfloat16 as integers.
 INTERPRETED = not isinstance(walk_kernel, triton.JITFunction)
 # Triton 3.4 reads shared memory and lets TMA overwrite it without a proxy fence between.
+TMA_STORE = False
 TMA = not triton.__version__.startswith("3.4.")
 
 
@@ -52,7 +53,11 @@ def walk(
         weight_tiles = TensorDescriptor.from_tensor(weight, [blocks.BLOCK_V, blocks.BLOCK_H])
         if given.get("rows") is None:  # else the rows of a block are not one after another
             hidden_tiles = TensorDescriptor.from_tensor(hidden, [blocks.BLOCK_N, blocks.BLOCK_H])
+    exps_tiles = None
+    if TMA_STORE and given.get('exps') is not None and blocks.DESCRIPTOR:
+        exps_tiles = TensorDescriptor.from_tensor(given['exps'][:N], [blocks.BLOCK_N, blocks.BLOCK_V])
     common = {
+        'exps_tiles': exps_tiles,
         "hidden": hidden,
         "weight": weight,
         "hidden_tiles": hidden_tiles,
