@@ -477,10 +477,10 @@ def main() -> int:
         if args.plots:
             from lib import pictures
 
-            where = (
-                f"{data['device']}, torch {data['versions']['torch']}, {data['rows'][0]['date']}"
-            )
-            print(pictures.gpu(data["rows"], where, args.plots / f"{file.stem}.png"))
+            of = sorted({r["date"] for r in data["rows"] if r["suite"] == "peers"})
+            where = f"{data['device']}, torch {data['versions']['torch']}, {of[-1]}"
+            rows = over_products(data["rows"])
+            print(pictures.gpu(rows, where, args.plots / f"{file.stem}.png"))
         return 0
     if args.what[0] == "suite":
         run_suite(args.what[1])
@@ -541,11 +541,12 @@ def tables(data: dict[str, Any], page: Path | None) -> None:
             {
                 "N, H, V": ", ".join(map(str, row["shape"])),
                 "": row["name"],
-                "ms": f"{row['ms']:.3g}" if "ms" in row else row["failed"].split(":")[0],
+                "ms": f"{row['ms']:.3g}" if "ms" in row else row.get("failed", "").split(":")[0],
                 "/ bare products": f"{row['over_products']:.2f}" if "over_products" in row else "",
                 "TFLOP/s": row.get("tflops") or "",
                 "peak MiB": "" if row.get("peak_mib") is None else f"{row['peak_mib']:,.0f}",
                 "largest error": f"{max(row['errors'].values()):.1e}" if row.get("errors") else "",
+                "roundings of d_weight": f"{row['roundings']:.2f}" if "roundings" in row else "",
             }
             for row in mine
             if not row.get("failed", "").startswith(("ModuleNotFoundError", "ImportError"))
