@@ -37,7 +37,7 @@ _TYPES = {
     torch.int64: "i64",
 }
 _WALKS = {SUMS.value: "forward", STATISTICS.value: "stats", EXPONENTIALS.value: "exp_gemm"}
-_MODULES = ("forward", "sum_grads", "divergence_chunks")
+_MODULES = ("forward", "sum_grads", "small_sums", "divergence_chunks")
 
 
 class Launch(NamedTuple):
