@@ -1,17 +1,19 @@
 """Fifteen minutes on a GPU, the most informative first: tests, then times in three parts.
 
-    python bench/gpu.py part1          # at most 300 s: `tests/gpu`, then our losses beside products
-    python bench/gpu.py part2          # at most 300 s: peers, ways, blocks, a model of 1.2 B
-    python bench/gpu.py part3          # at most 240 s: options, divergences, tokens, small sizes
+    python bench/gpu.py part1          # at most 290 s: `tests/gpu`, training, small sizes, torch
+    python bench/gpu.py part2          # at most 200 s: time at every memory, ours and peers
+    python bench/gpu.py part3          # at most 290 s: evaluation, options, ways, a model
     python bench/gpu.py ways blocks    # some suites
     python bench/gpu.py part1 --dry    # anywhere: tiny problems, Triton's interpreter
     python bench/gpu.py table bench/results/gpu-h200.json --page docs/benchmarks.md --plots docs
 
 Every time is printed as it is known and written to $OUT/gpu.json (bench/results by default). A
 suite is a process, so that a dead context costs one suite; a suite that is run again measures only
-the problems that the file lacks. Times are medians of bursts by turns; each is divided by the bare
-products of the same turns, since a card that gets warm gets slower. Peers are measured where they
-are installed; `pip install --target SITE wheels/*.whl` and PYTHONPATH=SITE bring them along.
+the problems that the file lacks. Times are medians of bursts by turns, beside the bare products of
+the same turns, since a card that gets warm gets slower; tables divide by one number a size, the
+median of all its bare products. Peers are measured where they are installed;
+`pip install --target SITE wheels/*.whl` and PYTHONPATH=SITE bring them along. Where there is no
+repository, COMMIT=... says which commit is measured.
 
 What the figures decide: a step in a CUDA graph far below the step itself means that the host is
 too slow; one GEMM below tiles raises `gemm_up_to`; the best of the blocks goes into `archs.py`; a
@@ -43,7 +45,7 @@ import torch.nn.functional as F
 from lib import engine
 from lib.losses import DIVERGENCES, FLOOR, LOSSES, OPTIONS, bare_gemms
 from lib.problems import Spec, errors, make_inputs, tiny
-from lib.results import FOLDER, ROOT, device_name, source, versions, write
+from lib.results import FOLDER, ROOT, commit, device_name, of_commit, source, versions, write
 from lib.tables import markdown, put
 from torch import Tensor
 
@@ -59,14 +61,17 @@ Call = Callable[[], object]
 LLAMA, GEMMA, SMALL_LLAMA, PUBLISHED = SHAPES = (
     (8192, 4096, 128256), (8192, 2304, 256000), (16384, 2048, 128256), (4096, 4096, 128256),
 )  # fmt: skip
+MiB = 2**20
 WIDE = [(8192, 5120, 151936), (8192, 8192, 128256), (2048, 4096, 128256), (4096, 896, 151936)]
 
 
 # ---- what is measured -----------------------------------------------------------------------
 
 
-def inputs(shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    spec = Spec(*shape, device=DEVICE)
+def inputs(
+    shape: tuple[int, int, int], dtype: str = "bfloat16", ignored: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    spec = Spec(*shape, dtype=dtype, device=DEVICE, ignored=ignored)
     hidden, weight, labels = make_inputs(tiny(spec)._replace(H=64) if DRY else spec)
     return hidden.requires_grad_(), weight.requires_grad_(), labels
 
@@ -154,10 +159,14 @@ def suite_ceilings() -> Iterator[Problem]:
 
 
 def suite_training() -> Iterator[Problem]:
+    """Measure the default beside the bare products, all logits at once, and a CUDA graph."""
     for shape in SHAPES:
         x = inputs(shape)
         step = training(ours, *x)
         calls = {FLOOR: bare_gemms(*x), "fused_ce": step}
+        calls["fused_ce, all logits at once"] = training(
+            functools.partial(ours, memory_budget=2**40), *x
+        )
         if not DRY:
             calls["fused_ce in a CUDA graph"] = graphed(step)
         yield shape, calls, flops(shape, 3)
@@ -170,16 +179,26 @@ def suite_evaluation() -> Iterator[Problem]:
         yield shape, calls, flops(shape, 1)
 
 
+BUDGETS = (64, 128, 256, 512, 900)  # MiB
+
+
 def suite_peers() -> Iterator[Problem]:
+    """Measure time and memory: ours by default, within budgets and with all logits, and peers."""
+    eager = ["eager", "compiled eager"]
+    cut = ["cut-cross-entropy", "cut-cross-entropy, exact"]
     names = {
-        LLAMA: ["eager", "compiled eager", "Liger-Kernel", "cut-cross-entropy",
-                "cut-cross-entropy, exact", "QuACK", "Liger-Kernel, CuTe"],
-        GEMMA: ["eager", "cut-cross-entropy", "Liger-Kernel"],
-        PUBLISHED: ["eager", "compiled eager", "QuACK", "Liger-Kernel, CuTe"],
-    }  # fmt: skip
+        LLAMA: [*eager, "Liger-Kernel", *cut, "QuACK", "Liger-Kernel, CuTe"],
+        GEMMA: [*eager, "Liger-Kernel", *cut],
+        PUBLISHED: [*eager, "QuACK", "Liger-Kernel, CuTe"],
+    }
     for shape, some in names.items():
         x = inputs(shape)
         calls = {FLOOR: bare_gemms(*x), "fused_ce": training(ours, *x)}
+        for budget in BUDGETS:
+            within = functools.partial(ours, memory_budget=budget * (2**24 if DRY else MiB))
+            calls[f"fused_ce, {budget} MiB"] = training(within, *x)
+        whole = functools.partial(ours, memory_budget=2**40)
+        calls["fused_ce, all logits at once"] = training(whole, *x)
         torch.compiler.reset()
         calls |= {name: training(LOSSES[name], *x) for name in some}
         yield shape, calls, flops(shape, 3)
@@ -244,11 +263,49 @@ def suite_classes() -> Iterator[Problem]:
 
 
 def suite_small() -> Iterator[Problem]:
-    for shape in ((64, 1024, 32000), (512, 2048, 32000), (2048, 896, 151936)):
+    """Measure sizes at which the host counts, beside eager code."""
+    for shape in (
+        (64, 1024, 32000), (256, 1024, 32000), (1024, 1024, 32000), (261, 2048, 128256),
+        (512, 2048, 128256), (2048, 1024, 32000), (2048, 896, 151936),
+    ):  # fmt: skip
         x = inputs(shape)
         calls = {FLOOR: bare_gemms(*x), "fused_ce": training(ours, *x)}
-        calls |= {"eager": training(LOSSES["eager"], *x)}
+        chunked = functools.partial(ours, chunk_tokens=shape[0])
+        calls["fused_ce, as a chunk"] = training(chunked, *x)
+        calls["eager"] = training(LOSSES["eager"], *x)
+        if not DRY:
+            calls["fused_ce in a CUDA graph"] = graphed(training(ours, *x))
         yield shape, calls, flops(shape, 3)
+
+
+def suite_torch() -> Iterator[Problem]:
+    """Measure the torch backend, which runs where the kernels cannot."""
+    shape = (4096, 2048, 128256)
+    for dtype in ("bfloat16", "float16"):
+        x = inputs(shape, dtype)
+        calls = {FLOOR: bare_gemms(*x), "triton": training(ours, *x)}
+        for name, given in (("", {}), (", smoothing", {"label_smoothing": 0.1}),
+                            (', reduction="none"', {"reduction": "none"})):  # fmt: skip
+
+            def loss(h: Tensor, w: Tensor, y: Tensor, given: Any = given) -> Tensor:
+                return fusedce.fused_cross_entropy(h, w, y, backend="torch", **given).mean()
+
+            calls[f"torch{name}"] = training(loss, *x)
+        calls["eager"] = training(LOSSES["eager"], *x)
+        yield (*shape, dtype), calls, flops(shape, 3)
+
+
+def suite_more() -> Iterator[Problem]:
+    """Measure other dtypes, ignored labels, and a vocabulary that 16 does not divide."""
+    for shape, dtype, ignored in (
+        ((8192, 2048, 50257), "bfloat16", 0.0), (LLAMA, "bfloat16", 0.75),
+        (PUBLISHED, "float16", 0.0), ((2048, 2048, 50304), "float32", 0.0),
+    ):  # fmt: skip
+        x = inputs(shape, dtype, ignored)
+        calls = {FLOOR: bare_gemms(*x), "fused_ce": training(ours, *x)}
+        calls["eager"] = training(LOSSES["eager"], *x)
+        said = dtype + (f", {ignored:.0%} ignored" if ignored else "")
+        yield (*shape, said), calls, flops(shape, 3) * (1 - ignored)
 
 
 def suite_model() -> Iterator[Problem]:
@@ -283,28 +340,21 @@ def suite_model() -> Iterator[Problem]:
 
 
 SUITES: dict[str, tuple[Callable[[], Iterator[Problem]], int]] = {  # with seconds at most
-    "ceilings": (suite_ceilings, 20), "training": (suite_training, 60),
-    "evaluation": (suite_evaluation, 40),
-    "peers": (suite_peers, 110), "ways": (suite_ways, 70), "blocks": (suite_blocks, 45),
-    "model": (suite_model, 60), "options": (suite_options, 70),
-    "divergences": (suite_divergences, 45), "classes": (suite_classes, 40),
-    "small": (suite_small, 40),
+    "ceilings": (suite_ceilings, 20), "training": (suite_training, 60), "small": (suite_small, 50),
+    "torch": (suite_torch, 40), "peers": (suite_peers, 150), "evaluation": (suite_evaluation, 40),
+    "ways": (suite_ways, 60), "blocks": (suite_blocks, 45), "model": (suite_model, 45),
+    "options": (suite_options, 40), "divergences": (suite_divergences, 40),
+    "more": (suite_more, 40), "classes": (suite_classes, 40),
 }  # fmt: skip
 PARTS = {
-    "part1": ["tests", "ceilings", "training", "evaluation"],
-    "part2": ["peers", "ways", "blocks", "model"],
-    "part3": ["options", "divergences", "classes", "small"],
+    "part1": ["tests", "training", "small", "torch"],
+    "part2": ["peers"],
+    "part3": ["evaluation", "more", "options", "divergences", "ways", "model"],
 }
 TESTS_LIMIT = 120
 
 
 # ---- measuring ------------------------------------------------------------------------------
-
-
-def clocks() -> str:
-    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,temperature.gpu",
-             "--format=csv,noheader"]  # fmt: skip
-    return "" if DRY else subprocess.run(query, capture_output=True, text=True).stdout.strip()
 
 
 def measure(calls: dict[str, Call], rounds: int) -> dict[str, dict[str, Any]]:
@@ -317,7 +367,9 @@ def measure(calls: dict[str, Call], rounds: int) -> dict[str, dict[str, Any]]:
             continue
         row = rows[name] = {"first_s": round(found["first_seconds"], 2)}
         if not DRY:  # what a step leaves, its gradients, was there before
-            row["peak_mib"] = found["extra_peak_bytes"] // 2**20
+            row["peak_mib"] = round(found["extra_peak_bytes"] / MiB, 1)
+        if "mhz" in found:
+            row["mhz"] = round(median(found["mhz"]))
         for kind, key in (("rounds", "ms"), ("wall_seconds", "wall_ms")):
             if kind in found:
                 row[key] = round(1e3 * median(found[kind]), 3)
@@ -348,27 +400,27 @@ def run_suite(suite: str) -> None:
     """Measure the problems that the file lacks, and write each as it is known."""
     for shape, calls, work in SUITES[suite][0]():
         data = load()
-        mine = {"suite": suite, "shape": list(shape), "source": source()}
+        mine = {"suite": suite, "shape": list(shape), "source": source(), "commit": commit()}
         if any(row | mine == row for row in data["rows"]):
             print(f"  {suite} {shape}: measured already", flush=True)
             continue
-        rows = measure(calls, 1 if DRY else 4)
+        rows = measure(calls, 1 if DRY else 3)
         floor = rows.get(FLOOR, {}).get("ms")
         lines = []
         for name, row in rows.items():
-            if floor and "ms" in row:
-                row["over_products"] = round(row["ms"] / floor, 3)
+            if "ms" in row:
                 row["tflops"] = round(work / row["ms"] / 1e9)
             lines.append(mine | {"name": name, **row})
-            print(f"  {suite} {shape} {name}: {row}", flush=True)
+            over = f"{row['ms'] / floor:.3f} of the products" if floor and "ms" in row else ""
+            print(f"  {suite} {shape} {name}: {row} {over}", flush=True)
         mine["date"] = datetime.date.today().isoformat()
-        own = {"clocks": clocks()}
-        if suite == "training":
-            own["profile"] = profile(calls["fused_ce"])
+        own: dict[str, Any] = {}
+        if suite in ("training", "small", "torch"):
+            own["profile"] = profile(calls["torch" if suite == "torch" else "fused_ce"])
         if suite == "peers":  # relative errors against float64, of a few hundred tokens
             few = Spec(*shape, device=DEVICE)._replace(N=512)
             for line in lines:
-                if "ms" in line:
+                if "ms" in line and line["name"] in LOSSES:
                     line["errors"] = errors(line["name"], tiny(few)._replace(H=64) if DRY else few)
         kept = [r for r in data["rows"] if (r["suite"], r["shape"]) != (suite, list(shape))]
         data["rows"] = kept + [line | own | mine for line in lines]
@@ -405,7 +457,8 @@ def tests() -> bool:
     last = said.strip().splitlines()[-40:]
     print("\n".join(line for line in last if not line.startswith("SKIPPED")), flush=True)
     today = datetime.date.today().isoformat()
-    found = {"said": last[-1] if last else "", "source": source(), "date": today}
+    found = {"said": last[-1] if last else "", "source": source(), "commit": commit()}
+    found["date"] = today
     write(OUT, load() | {"tests": found})
     return well
 
@@ -424,10 +477,10 @@ def main() -> int:
         if args.plots:
             from lib import pictures
 
-            where = (
-                f"{data['device']}, torch {data['versions']['torch']}, {data['rows'][0]['date']}"
-            )
-            print(pictures.gpu(data["rows"], where, args.plots / f"{file.stem}.png"))
+            of = sorted({r["date"] for r in data["rows"] if r["suite"] == "peers"})
+            where = f"{data['device']}, torch {data['versions']['torch']}, {of[-1]}"
+            rows = over_products(data["rows"])
+            print(pictures.gpu(rows, where, args.plots / f"{file.stem}.png"))
         return 0
     if args.what[0] == "suite":
         run_suite(args.what[1])
@@ -461,9 +514,26 @@ def main() -> int:
 # ---- tables ---------------------------------------------------------------------------------
 
 
+def over_products(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with ``over_products``: times over the median of all bare products of their size."""
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row["shape"]), row["suite"] in ("evaluation", "blocks", "classes")
+
+    floors: dict[tuple[Any, ...], list[float]] = {}
+    for row in rows:
+        if row["name"] == FLOOR and "ms" in row:
+            floors.setdefault(key(row), []).append(row["ms"])
+    return [
+        row | {"over_products": row["ms"] / median(floors[key(row)])}
+        if "ms" in row and key(row) in floors else row
+        for row in rows
+    ]  # fmt: skip
+
+
 def tables(data: dict[str, Any], page: Path | None) -> None:
     """Print the suites as Markdown, or write them into the page's places ``<!-- gpu SUITE -->``."""
-    rows = data["rows"]
+    rows = over_products(data["rows"])
     known = ", ".join(f"{k} {v}" for k, v in data["versions"].items() if v != "not installed")
     for suite in dict.fromkeys(row["suite"] for row in rows):
         mine = [row for row in rows if row["suite"] == suite]
@@ -471,17 +541,21 @@ def tables(data: dict[str, Any], page: Path | None) -> None:
             {
                 "N, H, V": ", ".join(map(str, row["shape"])),
                 "": row["name"],
-                "ms": f"{row['ms']:.3g}" if "ms" in row else row["failed"].split(":")[0],
+                "ms": f"{row['ms']:.3g}" if "ms" in row else row.get("failed", "").split(":")[0],
                 "/ bare products": f"{row['over_products']:.2f}" if "over_products" in row else "",
                 "TFLOP/s": row.get("tflops") or "",
-                "peak MiB": "" if row.get("peak_mib") is None else f"{row['peak_mib']:,}",
+                "peak MiB": "" if row.get("peak_mib") is None else f"{row['peak_mib']:,.0f}",
                 "largest error": f"{max(row['errors'].values()):.1e}" if row.get("errors") else "",
+                "roundings of d_weight": f"{row['roundings']:.2f}" if "roundings" in row else "",
             }
             for row in mine
             if not row.get("failed", "").startswith(("ModuleNotFoundError", "ImportError"))
         ]
         dates = sorted({row["date"] for row in mine})
-        body = f"{markdown(cells, once=('N, H, V',))}\n\n{data['device']}; {known}; {dates[-1]}"
+        of = ", ".join(of_commit(c) for c in sorted({row["commit"] for row in mine}))
+        body = (
+            f"{markdown(cells, once=('N, H, V',))}\n\n{data['device']}; {known}; {dates[-1]}; {of}"
+        )
         if page is None:
             print(f"\n## {suite}\n\n{body}")
         elif f"<!-- gpu {suite} -->" in page.read_text():

@@ -7,7 +7,8 @@ On a CPU ``seconds`` are processor time where torch has one thread, which leaves
 on a shared machine, and wall time otherwise. On an accelerator a round is a burst of calls between
 events, without waiting between them, as a training loop runs: ``seconds`` is the device's time of
 each, ``wall_seconds`` the burst's wall clock by the number of calls (more where Python is the
-bottleneck). ``rounds`` holds the median of each round.
+bottleneck), ``mhz`` the device's clock once a burst is launched. ``rounds`` holds the median of
+each round.
 """
 
 from __future__ import annotations
@@ -84,12 +85,22 @@ def time_call(call: Call, device: str, calls: int) -> dict[str, list[float]]:
         first.record()
         call()
         last.record()
+    clock = _clock(module)  # while the device works
     module.synchronize()
     wall = (time.perf_counter() - begin) / calls
     return {
         "seconds": [first.elapsed_time(last) / 1e3 for first, last in events],
         "wall_seconds": [wall],
+        **clock,
     }
+
+
+def _clock(module: Any) -> dict[str, list[float]]:
+    """The device's clock in MHz, where NVIDIA's library for it is installed."""
+    try:
+        return {"mhz": [float(module.clock_rate())]}
+    except (AttributeError, ImportError, RuntimeError):
+        return {}
 
 
 def median(row: Mapping[str, Any]) -> float | None:

@@ -37,7 +37,7 @@ _TYPES = {
     torch.int64: "i64",
 }
 _WALKS = {SUMS.value: "forward", STATISTICS.value: "stats", EXPONENTIALS.value: "exp_gemm"}
-_MODULES = ("forward", "sum_grads", "divergence_chunks")
+_MODULES = ("forward", "sum_grads", "small_sums", "divergence_chunks")
 
 
 class Launch(NamedTuple):
@@ -143,23 +143,31 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Callable[..., Any], tuple[A
     pointwise = {"bias": bias, "logit_scale": 0.5, "softcap": 30.0}
     smoothed = {"label_smoothing": 0.1}
     terms: dict[str, Any] = {"z_loss": 1e-4, "token_weight": torch.full((N,), 0.5)}
+    large = {"chunk_tokens": N}  # fewer tokens than a small call may have
+    # float16's weight gradient waits in float32
+    tight = {"memory_budget": 2**23 + (4 * V * H if dtype == torch.float16 else 0)}
     terms["argmax_out"] = torch.empty(N, dtype=torch.int64)
     plain, narrow, odd = inputs(dtype), inputs(dtype, H=NARROW_H), inputs(dtype, V=ODD_V)
     for option, value in pointwise.items():
         yield f"{option} alone", loss, tuple(x.detach() for x in plain), {option: value}
     for name, options in (("", {}), ("bias+scale+cap ", pointwise)):
         yield name, loss, tuple(x.detach() for x in plain), options
-        yield name, loss, plain, options
-        yield f"{name}chunks", loss, plain, options | {"chunk_tokens": 16}
-        yield f"{name}smoothed", loss, plain, options | smoothed
-        yield f"{name}terms", loss, plain, options | terms
-        yield f"{name}terms smoothed", loss, plain, options | terms | smoothed
+        yield name, loss, plain, options | large
+        yield f"{name}few chunks", loss, plain, options | {"chunk_tokens": N // 4}
+        yield f"{name}chunks", loss, plain, options | {"chunk_tokens": N // 8}
+        yield f"{name}tiles", loss, plain, options | tight
+        yield f"{name}smoothed", loss, plain, options | large | smoothed
+        yield f"{name}terms", loss, plain, options | large | terms
+        yield f"{name}terms smoothed", loss, plain, options | large | terms | smoothed
         yield f"{name}shard", loss, plain, options | {"process_group": group()}
         yield f"{name}tokens", tokens, plain, options
         yield f"{name}mean logit", tokens, plain, options | {"mean_logit": True}
     yield "narrow", loss, tuple(x.detach() for x in narrow), {}
-    yield "narrow", loss, narrow, {}
-    yield "V=50257", loss, odd, {}
+    yield "narrow", loss, narrow, large
+    yield "V=50257", loss, odd, large
+    yield "", loss, plain, {}  # small
+    numbers = {"logit_scale": 0.5, "softcap": 30.0, "label_smoothing": 0.1, "z_loss": 1e-4}
+    yield "options", loss, plain, numbers | {"token_weight": torch.full((N,), 0.5)}
     of_both = pointwise | {"bias": bias.detach().requires_grad_(), "teacher_bias": bias}
     of_both |= {"teacher_softcap": 30.0, "teacher_logit_scale": 0.5, "ce_weight": 0.5}
     heads = (*plain[:2], *(x.detach() for x in plain))

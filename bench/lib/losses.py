@@ -98,15 +98,20 @@ def bare_gemms(
 ) -> Callable[[], object]:
     """The products on the valid rows that every method needs, 2 N V H FLOPs each.
 
-    In the mode "forward" the logits, in "train" both gradients too.
+    In the mode "forward" the logits, in "train" both gradients too: products of the exponentials
+    of a softmax, as those of a loss are. (A device that its power limits multiplies other numbers
+    in another time.)
     """
     h, w = hidden.detach()[labels != -100].clone(), weight.detach()
+    exps = torch.mm(h, w.t()) if mode == "train" else None
+    for some in () if exps is None else exps.split(max(2**24 // len(w), 1)):
+        some.copy_(torch.softmax(some.float(), -1))
 
     def gemms() -> None:
-        logits = torch.mm(h, w.t())
-        if mode == "train":
-            torch.mm(logits, w)
-            torch.mm(logits.t(), h)
+        torch.mm(h, w.t())
+        if exps is not None:
+            torch.mm(exps, w)
+            torch.mm(exps.t(), h)
 
     return gemms
 

@@ -128,23 +128,41 @@ def budget(rows: Sequence[Row], where: str, folder: Path, tag: str) -> list[Path
 
 
 def gpu(rows: Sequence[Row], where: str, path: Path) -> Path:
-    """Time, memory and error of the peers at the first problem that `bench/gpu.py` measured."""
-    rows = [r for r in rows if r["suite"] == "peers" and "ms" in r]
-    N, H, V = rows[0]["shape"]
-    rows = [r for r in rows if r["shape"] == [N, H, V] and r["name"] != FLOOR]
-    figure = styled(10, 2.9)
-    panels = figure.subplots(1, 3)
-    for panel, title, values, text in (
-        (panels[0], "time over three bare products", [r["over_products"] for r in rows], _times),
-        (panels[1], "peak beyond inputs and gradients", [r["peak_mib"] for r in rows], _mib),
-        (panels[2], "largest error against float64", [max(r["errors"].values()) for r in rows],
-         lambda x: f"{x:.1e}"),
-    ):  # fmt: skip
-        bars(panel, [(r["name"], x) for r, x in zip(rows, values, strict=True)], text)
-        panel.set_title(title)
-        if panel is not panels[0]:
-            panel.set_yticks(range(len(rows)), [""] * len(rows))
-    caption = f"One forward + backward, bfloat16, {N} tokens, H={H}, V={V}. {where}"
+    """Memory and time of each implementation, a panel a problem; ours by default and by budget.
+
+    ``rows`` carry ``over_products``.
+    """
+    rows = [r for r in rows if r["suite"] == "peers" and "ms" in r and r["name"] != FLOOR]
+    rows = [r for r in rows if "earlier" not in r["name"]]
+    shapes = list(dict.fromkeys(tuple(r["shape"]) for r in rows))[:2]
+    figure = styled(9, 3.8)
+    panels = figure.subplots(1, len(shapes), sharey=True, squeeze=False)[0]
+    rows = [r | {"peak_mib": max(r["peak_mib"], 1)} for r in rows if tuple(r["shape"]) in shapes]
+    for panel, shape in zip(panels, shapes, strict=True):
+        here = [r for r in rows if tuple(r["shape"]) == shape]
+        ours = sorted((r for r in here if r["name"].startswith("fused_ce")),
+                      key=lambda r: r["peak_mib"])  # fmt: skip
+        panel.plot([r["peak_mib"] for r in ours], [r["over_products"] for r in ours], "-o",
+                   color=OURS, linewidth=2)  # fmt: skip
+        for r in here:
+            at, name = (r["peak_mib"], r["over_products"]), r["name"]
+            mine = name.startswith("fused_ce")
+            if not mine:
+                panel.plot(*at, "o", color=OTHER)
+            elif name != "fused_ce":
+                continue
+            panel.annotate(
+                "fused_ce, default" if mine else name, at, xytext=(0, -13 if mine else 6),
+                fontsize=8, textcoords="offset points", ha="center", color=OURS if mine else INK,
+            )  # fmt: skip
+        log_ticks(panel, "x", [0.15, *(r["peak_mib"] for r in rows), 4e4])
+        panel.xaxis.set_major_locator(FixedLocator([1, 10, 100, 1000, 10000]))
+        panel.axhline(1, color=INK, linewidth=1)
+        panel.set_xlabel("MiB beyond inputs and gradients (log)")
+        panel.set_title("{} tokens, H={}, V={}".format(*shape))
+    log_ticks(panels[0], "y", [1.0, *(r["over_products"] for r in rows)])
+    panels[0].set_ylabel("time / three bare products (log)")
+    caption = f"One forward + backward, bfloat16; lower left is better. {where}"
     return save(titled(figure, "", caption), path)
 
 

@@ -24,6 +24,7 @@ Row = dict[str, Any]
 _CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu13")
 _PACKAGES = ("triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels",
              "nvidia-cutlass-dsl", *_CUBLAS)  # fmt: skip
+_CODE = ("fusedce", "kernels")
 _PROBLEM = ("suite", "N", "H", "V", "dtype", "mode", "ignored", "budget")
 
 
@@ -35,10 +36,36 @@ def problem(row: Row) -> tuple[Any, ...]:
 def source() -> str:
     """Twelve digits of a hash of the package's code, which identify what was measured."""
     digest = hashlib.sha256()
-    for folder in ("fusedce", "kernels"):
+    for folder in _CODE:
         for file in sorted((ROOT / folder).rglob("*.py")):
             digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def commit() -> str:
+    """The commit of the checkout, with a "+" if code of the package differs from it.
+
+    On a machine without the repository, what the environment's ``COMMIT`` says.
+    """
+    try:
+        found = _git("rev-parse", "--short=12", "HEAD")
+        return found + ("+" if _git("status", "--porcelain", "--", *_CODE) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("COMMIT", "unknown")
+
+
+def changed_since(of: str) -> int | None:
+    """Files of kernels and launchers that differ from a commit; ``None`` if git lacks it."""
+    try:
+        changed = _git("diff", "--name-only", of.rstrip("+"), "--", "kernels", "fusedce/backends")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return len(changed.splitlines())
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def versions() -> dict[str, str]:
@@ -82,7 +109,18 @@ def caption(data: dict[str, Any]) -> str:
     known = [f"{k} {v}" for k, v in data["versions"].items() if v != "not installed"]
     dates = sorted({row["date"] for row in data.get("rows", ()) if "date" in row})
     when = [" to ".join(dict.fromkeys((dates[0], dates[-1])))] if dates else []
-    return "; ".join([data["device"], ", ".join(known), *when])
+    of = {row["commit"] for row in data.get("rows", ()) if "commit" in row}
+    return "; ".join([data["device"], ", ".join(known), *when, *map(of_commit, sorted(of))])
+
+
+def of_commit(of: str) -> str:
+    """A commit, and how many files of kernels and launchers have changed since."""
+    changed = changed_since(of)
+    files = "file" if changed == 1 else "files"
+    since = (
+        "" if changed is None else f" ({changed} {files} of kernels and launchers changed since)"
+    )
+    return f"commit {of}{since}"
 
 
 def write(path: Path, data: Any) -> None:
@@ -102,7 +140,8 @@ class Results:
 
     def __init__(self, path: Path, device: str) -> None:
         self.path = path
-        self.stamp = {"date": datetime.date.today().isoformat(), "source": source()}
+        today = datetime.date.today().isoformat()
+        self.stamp = {"date": today, "source": source(), "commit": commit()}
         self.data = {"device": device_name(device), "versions": versions(), "rows": []}
         if path.exists():
             old = json.loads(path.read_text())

@@ -10,6 +10,7 @@ Their entries of the gradient are added to those of the statistics before it is 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,9 +37,30 @@ def logprobs(z: Tensor, best: Tensor, nll: Tensor, valid: Tensor) -> Tensor:
     classes, whose probability is 1/2 at most, follow from the differences of their logits to it.
     """
     z_best = z.gather(1, best)
-    gap = (z - z_best).masked_fill((z == -math.inf) & (z_best == -math.inf), 0)
+    alike = (z == -math.inf) & (z_best == -math.inf)
+    # -inf less -inf is 0 here, with the derivatives of any other difference.
+    finite = _Finite.apply(z)
+    gap = torch.where(alike, finite - finite.gather(1, best), z - z_best)
     gap = gap.scatter(1, best, 0)  # its gradient by z_best would cancel, and leave rounding
     return (gap - nll[:, None]).masked_fill(~valid, 0)
+
+
+class _Finite(torch.autograd.Function):
+    """The smallest number in the place of -inf, with a derivative of 1 everywhere."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z: Tensor) -> Tensor:
+        return z.clamp(min=torch.finfo(z.dtype).min)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+        return upstream
 
 
 def one_class(problem: Problem, z: Tensor) -> Problem:

@@ -11,7 +11,7 @@ from fusedce.backends.choose import resolve_backend
 from fusedce.backends.gradients import sizes_of
 from fusedce.backends.plan import ROW_MULTIPLE, plan_tiles
 from fusedce.backends.shards import ALL_HERE, all_gather
-from fusedce.backends.torch.logit_tiles import Logits, blocks_of, exp_, tiles
+from fusedce.backends.torch.logit_tiles import Logits, chunks_of, exp_, filled, tiles
 from fusedce.contract.checks import (
     check_are_tensors,
     check_int,
@@ -143,7 +143,8 @@ def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor
     if problem.memory_budget is None and tokens >= _MANY:
         # As many logits, of fewer tokens: a large tile has no more candidates than a small one.
         tokens, step = tokens // _WIDER // ROW_MULTIPLE * ROW_MULTIPLE, step * _WIDER
-    for block in blocks_of(rows, tokens):
+    for some in chunks_of(rows, tokens):
+        block = filled(some)
         h = logits.operand(problem.hidden[block])
         best, classes, lse = top[block][:, :0], at[block][:, :0], lses[block]
         for begin, end in tiles(V, step):

@@ -16,7 +16,7 @@ from support.oracle import finished_logits, token_stats
 from support.params import QUICK_ON_TORCH
 
 from fusedce import fused_ce, fused_cross_entropy, fused_kl, fused_logprobs, reference_ce
-from fusedce.backends.torch import logit_tiles, products
+from fusedce.backends.torch import logit_tiles, sum_grads
 from fusedce.contract.objective import expecting
 
 BACKENDS = ("torch", "triton")
@@ -129,17 +129,6 @@ def errors(ours, eager, inputs, backend):
     ]
 
 
-@pytest.fixture(params=["exact products", "widened"])
-def of_cpu(request, monkeypatch):
-    """Products of bfloat16 with float32 results, as with AMX; or of operands widened to float32."""
-    gemm = products.bf16_gemm() or products._checked(products.MKL)
-    if request.param == "exact products" and gemm is None:
-        pytest.skip("this torch has no MKL")
-    chosen = gemm if request.param == "exact products" else None
-    monkeypatch.setattr(products, "bf16_gemm", lambda: chosen)
-
-
-@pytest.mark.usefixtures("of_cpu")
 @pytest.mark.parametrize("shared", [0.0, 0.94])
 @pytest.mark.parametrize("logits", LOGITS)
 def test_torch_errs_at_most_as_eager(logits, shared):
@@ -171,7 +160,6 @@ def test_triton_errs_at_most_as_eager_by_token(logits):
     check("triton", logits, 0.9, "log-probabilities")
 
 
-@pytest.mark.usefixtures("of_cpu")
 @pytest.mark.parametrize(
     "name", ["label_smoothing", "label_smoothing, softcap", "log-probabilities"]
 )
@@ -184,7 +172,6 @@ def test_labels_entries_are_not_rounded_on_their_own(name):
         assert ratio <= 1.3
 
 
-@pytest.mark.usefixtures("of_cpu")
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("shared", [0.0, 0.9])
 def test_hidden_states_that_share_a_mean_do_no_harm(shared, label_smoothing):
@@ -199,9 +186,17 @@ def test_hidden_states_that_share_a_mean_do_no_harm(shared, label_smoothing):
     )
 
 
+def by_tiles_of_100(monkeypatch):
+    monkeypatch.setattr("fusedce.backends.plan.tile_classes", lambda *_: 100)
+    monkeypatch.setattr(sum_grads, "is_one_tile", lambda *_, **__: False)
+
+
+@pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize("shift", [300.0, -300.0])
-def test_logits_far_from_zero(shift):
+def test_logits_far_from_zero(monkeypatch, shift, tiles):
     """The exponentials' reference is not 0 there."""
+    if tiles:
+        by_tiles_of_100(monkeypatch)
     hidden, weight, _, labels, _ = draw("peaked")
     within(
         lambda h, w, b, backend: fused_ce(h, w, labels, bias=b, backend=backend).mean(),
@@ -216,8 +211,7 @@ def test_logits_far_from_zero(shift):
 def test_a_logit_far_above_the_first_reference(monkeypatch, dtype, height, masked):
     """It is found where the sample did not look: at a class of the third tile, of some tokens."""
     monkeypatch.setattr(logit_tiles, "SAMPLE", 2)
-    monkeypatch.setattr("fusedce.backends.plan.tile_classes", lambda *_: 100)
-    monkeypatch.setattr(logit_tiles, "_LEAST", 100)
+    by_tiles_of_100(monkeypatch)
     rng = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(40, 32, generator=rng), torch.randn(430, 32, generator=rng) / 6
     hidden[:, 0] = torch.where(torch.arange(40) % 3 == 0, 1.0, 0.0)

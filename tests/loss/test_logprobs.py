@@ -323,3 +323,22 @@ def test_calls_that_wait_for_one_backward_keep_no_more_logits_than_one():
     assert sum(stats_and_grads._kept.values()) == before
     (exact,) = torch.autograd.grad(fused_logprobs(hidden, weight, labels).logprob.sum(), weight)
     torch.testing.assert_close(grad, exact)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_classes_that_are_all_impossible_have_eagers_gradient(backend):
+    """A bias of -inf excludes every class of a token: each still gets its own upstream gradient."""
+    hidden, weight, _, _ = Case((6,), 16, 23).tensors()
+    bias = torch.zeros(23).index_fill(0, torch.tensor([3, 7, 11, 20]), -torch.inf)
+    labels = torch.randint(23, (6, 3), generator=torch.Generator().manual_seed(0))
+    labels[2], labels[4] = torch.tensor([7, 3, 20]), torch.tensor([11, 11, 3])
+    upstream = torch.linspace(0.5, 2, 18).view(6, 3)
+    leaves = [x.detach().requires_grad_() for x in (hidden, weight, bias)]
+    found = fused_logprobs(*leaves[:2], labels, bias=leaves[2], backend=backend).logprob
+    wide = in_float64(*leaves)
+    exact = (wide[0] @ wide[1].T + wide[2]).log_softmax(1).gather(1, labels)
+    assert found.isneginf().equal(exact.isneginf())
+    found = torch.autograd.grad(found, leaves, upstream)
+    exact = torch.autograd.grad(exact, wide, upstream.double())
+    for x, e in zip(found, exact, strict=True):
+        assert (x - e).norm() <= 1e-5 * e.norm()

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from fusedce import fused_ce, reference_ce
 from fusedce.backends.gradients import saved_grad_dtypes, sizes_of
-from fusedce.backends.plan import CHUNKS, ONE_CHUNK, TILES, choose_plan, least_bytes
+from fusedce.backends.plan import CHUNKS, FEW_CHUNKS, ONE_CHUNK, TILES, choose_plan, least_bytes
 from fusedce.contract.problem import Outputs, Problem
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "accuracy.md"
 BEGIN, END = "<!-- numerics -->", "<!-- end -->"
 SHOWN = (torch.float32, torch.bfloat16)  # on the page
 DTYPES = (*SHOWN, torch.float16)
-SIZES = {"torch": (64, 48, 700), "triton": (16, 32, 700)}  # N, H, V
+SIZES = {"torch": (64, 48, 700), "triton": (16, 32, 1500)}  # N, H, V
 SEEDS = {"torch": 5, "triton": 2}  # draws of each input, whose errors are taken together
-WAYS = (ONE_CHUNK, CHUNKS, TILES)
+WAYS = (ONE_CHUNK, FEW_CHUNKS, CHUNKS, TILES)
 NAMES = ("hidden", "weight", "bias")
 ROUNDINGS_OF_A_LOGIT = 2.4
 """A float32 rounding of 1, relative to the rounding error of a gradient, 2.5e-8 of its norm."""
@@ -205,7 +205,8 @@ def ways(inputs: Inputs, dtype: torch.dtype, backend: str) -> Iterator[tuple[str
     )
     options = {
         ONE_CHUNK: {"chunk_tokens": N},
-        CHUNKS: {"chunk_tokens": max(N // 4, 1)},
+        FEW_CHUNKS: {"chunk_tokens": max(N // 4, 1)},
+        CHUNKS: {"chunk_tokens": max(N // 8, 1)},
         # Room for a backward pass that leaves out a token, as smoothed losses need.
         TILES: {"memory_budget": least_bytes(call._replace(N=N + 1))},
     }
@@ -305,7 +306,7 @@ def test_an_error_beyond_the_bounds_is_found():
 
 
 def table(backend: str, dtype: torch.dtype) -> str:
-    columns = ["one chunk", "tiles", "eager"]
+    columns = ["one chunk", *(["few chunks"] if backend == "triton" else []), "tiles", "eager"]
     rows = [f"| inputs | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for name in INPUTS:
         found = measure(name, dtype, backend)

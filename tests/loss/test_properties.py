@@ -11,22 +11,10 @@ from hypothesis import strategies as st
 
 import fusedce
 from fusedce.backends import plan
-from fusedce.backends.torch import products
 from fusedce.testing import Case, assert_matches_reference, cases, check
 
 
-@pytest.fixture(params=["MKL's", "this CPU's", "widened"])
-def bf16_products(request, monkeypatch):
-    """The ways of computing bf16 on a CPU."""
-    ways = {"MKL's": products.MKL, "this CPU's": products.bf16_gemm(), "widened": None}
-    gemm = ways[request.param]
-    if gemm is products.MKL and products._checked(gemm) is None:
-        pytest.skip("this torch has no MKL")
-    monkeypatch.setattr(products, "bf16_gemm", lambda: gemm)
-
-
 @pytest.mark.hypothesis
-@pytest.mark.usefixtures("bf16_products")
 @pytest.mark.parametrize("tile", [64, 2**20])
 def test_torch_backend_matches_the_reference(tile, monkeypatch):
     # Tiles are never below 256 vocabulary rows in use; small ones put several into small cases.
@@ -34,7 +22,6 @@ def test_torch_backend_matches_the_reference(tile, monkeypatch):
     assert_matches_reference(partial(fusedce.fused_ce, backend="torch"), max_examples=150)
 
 
-@pytest.mark.usefixtures("bf16_products")
 @settings(max_examples=100, deadline=None)
 @given(case=cases(), chunk_tokens=st.integers(1, 17))
 def test_torch_backend_in_chunks_matches_the_reference(case, chunk_tokens):

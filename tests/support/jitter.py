@@ -2,9 +2,8 @@
 
 ``pytest --jitter 7`` (``make test JITTER=7``) permutes the inner dimension of each product by one
 permutation for each size, drawn from the seed: of torch's own products on a CPU, so that of the
-library's torch backend and of what tests compare it with; of those that the library hands to BLAS
-and oneDNN itself; and of ``tl.dot`` in the interpreter. Equal products stay equal to the bit, and
-so do rows that must not depend on the rows beside them.
+library's torch backend and of what tests compare it with; and of ``tl.dot`` in the interpreter.
+Equal products stay equal to the bit, and so do rows that must not depend on the rows beside them.
 """
 
 import functools
@@ -27,40 +26,18 @@ _libraries: list[torch.library.Library] = []  # what they register lives as long
 def install(seed: int) -> None:
     """From now on, in this process and in those that it forks."""
     global SEED
-    from fusedce.backends.torch import products
-
     SEED = seed
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that kernels are replaced
         for name, (a, b) in _PRODUCTS.items():
-            _replace("aten", name, functools.partial(_in_another_order, a, b))
-        if torch.backends.mkldnn.is_available():
-            _replace("mkldnn", "_linear_pointwise", _linear_in_another_order)
-    for name in ("MKL", "ONEDNN"):
-        gemm = getattr(products, name)
-        setattr(products, name, gemm._replace(multiply=_permuted(gemm.multiply)))
+            _replace(name, functools.partial(_in_another_order, a, b))
 
 
-def _permuted(multiply):
-    """A product ``(..., a, b, out)`` of the library's, in another order."""
-
-    @functools.wraps(multiply)
-    def call(a, b, out, *, add=False):
-        return multiply(*shuffled(a, b), out, add=add)
-
-    return call
-
-
-def _replace(namespace, name, function):
-    kernel = torch.library.get_kernel(f"{namespace}::{name}", "CPU")
-    _libraries.append(torch.library.Library(namespace, "IMPL"))
+def _replace(name, function):
+    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+    _libraries.append(torch.library.Library("aten", "IMPL"))
     replacement = functools.partial(function, kernel)
     _libraries[-1].impl(name, replacement, "CPU", with_keyset=True, allow_override=True)
-
-
-def _linear_in_another_order(kernel, keys, x, weight, *args):
-    x, transposed = shuffled(x, weight.t())
-    return kernel.call_boxed(keys, x, transposed.t(), *args)
 
 
 def _in_another_order(first, second, kernel, keys, *args, **kwargs):

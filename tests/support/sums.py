@@ -22,12 +22,15 @@ OPTIONS = [
     {"z_loss": 0.01}, {"token_weight": True},
 ]  # fmt: skip
 ALL_OPTIONS = {name: value for option in OPTIONS for name, value in option.items()}
-WAYS = {  # whether by one GEMM (None: as the call is), and arguments of the call
-    "as it is": (None, {}),
-    "one GEMM": (True, {}),
-    "tiles": (False, {}),
-    "chunks by one GEMM": (True, {"chunk_tokens": 128 if COMPILED else 32}),
-    "chunks by tiles": (False, {"chunk_tokens": 128 if COMPILED else 32}),
+FEW, MANY = ({"chunk_tokens": n} for n in ((128, 32) if COMPILED else (8, 4)))
+WAYS = {  # whether by one GEMM, and arguments of the call
+    "small": (True, {}),
+    "one GEMM": (True, {"chunk_tokens": 1024}),
+    "tiles": (False, {"chunk_tokens": 1024}),
+    "few chunks by one GEMM": (True, FEW),
+    "chunks by one GEMM": (True, MANY),
+    "chunks by tiles": (False, MANY),
+    "least budget by one GEMM": (True, {"memory_budget": "least"}),
     "least budget": (False, {"memory_budget": "least"}),
 }
 
@@ -52,7 +55,7 @@ def least_budget(case, device):
 
 
 def check_sum(way, dtype, device, *, N, H, V, logits="flat", need=("hidden", "weight"), **options):
-    """Compare loss and gradients of one case, computed in one of :data:`WAYS`."""
+    """Compare loss and gradients of one case, computed in one way (None: the default)."""
     options = dict(options)
     bias, token_weight = options.pop("bias", False), options.pop("token_weight", False)
     need = (*need, "bias") if bias and need else need
@@ -60,8 +63,8 @@ def check_sum(way, dtype, device, *, N, H, V, logits="flat", need=("hidden", "we
         (N,), H, V, dtype, logits=logits, ignored=0.3, with_bias=bias, requires_grad=need,
         options=options, token_weight=token_weight,
     )  # fmt: skip
-    one_gemm, given = WAYS[way]
+    one_gemm, given = WAYS[way] if way else (None, {})
     if given.get("memory_budget") == "least":
         given = {"memory_budget": least_budget(case, device)}
-    with contextlib.nullcontext() if one_gemm is None else exponentials_by(one_gemm):
+    with exponentials_by(one_gemm) if way else contextlib.nullcontext():
         check(partial(fusedce.fused_ce, backend="triton", **given), case, device)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, Summed, saved_grad_dtypes, sizes_of
-from fusedce.backends.plan import Plan, choose_plan, compared_classes
+from fusedce.backends.plan import FEW_CHUNKS, Plan, choose_plan, compared_classes
 from fusedce.backends.shards import (
     all_reduce,
     nll_and_lse,
@@ -42,12 +42,12 @@ from fusedce.backends.shards import (
 from fusedce.backends.torch.logit_tiles import (
     Logits,
     Sums,
+    TileLabels,
     TileStats,
     chunks_of,
     exp_,
     maxima,
     tiles,
-    write_labels,
 )
 from fusedce.backends.torch.products import Products
 from fusedce.contract.labels import used_tokens
@@ -86,13 +86,16 @@ def divergence_and_grads(task: Task) -> Summed:
         call = sharded_sizes(problem, shard, len(rows))
     hidden, device = problem.hidden, problem.hidden.device
     products = Products.of(hidden)
-    acc, gemm = products.acc, products.gradients
+    acc, gemm = products.acc, products.operands
     of_both = call.with_teacher(divergence.teacher_size())
     plan = choose_plan(
         of_both, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget
     )
     parts = chunks_of(rows, plan.tokens)
-    grads = Gradients(problem, wanted, dtypes=saved_grad_dtypes(problem), chunks=len(parts))
+    grads = Gradients(
+        problem, wanted, dtypes=saved_grad_dtypes(problem), chunks=len(parts),
+        wide=plan.name != FEW_CHUNKS,
+    )  # fmt: skip
     compared = _ToTeacher(
         problem, divergence, plan, compared_classes(call, plan.tokens, plan.classes), shard,
         train=any(wanted.gradients()),
@@ -214,7 +217,8 @@ class _ToTeacher(_Compared):
         s = self.all(self.logits, h, self.of_student)
         t = self.all(self.teachers, self.teacher_hidden[chunk], self.of_teacher)
         y = self.problem.labels[chunk].long() - (0 if shard is None else shard.first)
-        stats = TileStats(y, dtype) if divergence.ce_weight else None  # at temperature 1
+        labels = TileLabels(y, len(s), self.step)
+        stats = TileStats(labels, dtype) if divergence.ce_weight else None  # at temperature 1
         of_student, of_teacher = Sums(), Sums()
         for begin, of_s, of_t, scratch, _ in self.small(s, t):
             of_student.add(of_s, maxima(of_s), scratch)
@@ -231,7 +235,7 @@ class _ToTeacher(_Compared):
         total = torch.zeros_like(lse)
         for begin, of_s, of_t, half, scratch in self.small(s, t):
             slope = self.student.slope(of_s)
-            of_ce = self._of_ce(of_s, y, begin, *of_label[:2]) if of_label else None
+            of_ce = self._of_ce(of_s, labels, begin, *of_label[:2]) if of_label else None
             torch.add(half_shift, torch.sub(of_s, of_t, out=half), alpha=0.5, out=half)
             log_q, log_p = log_softmax_(of_s, lse), log_softmax_(of_t, lse_t)  # in of_s and of_t
             if some_far:
@@ -275,11 +279,12 @@ class _ToTeacher(_Compared):
             found.masked_fill_(given > 0, math.inf)
         return found
 
-    def _of_ce(self, s: Tensor, y: Tensor, begin: int, nll: Tensor, lse: Tensor) -> Tensor:
+    def _of_ce(self, s: Tensor, labels: TileLabels, begin: int, nll: Tensor, lse: Tensor) -> Tensor:
         """``(v, C)``: gradient of the label's cross-entropy by a tile of logits."""
         temperature = self.divergence.temperature
         g = exp_(log_softmax_(torch.mul(s, temperature), lse))
-        write_labels(g, y, begin, (-nll).expm1().to(g.dtype))
+        if at := labels.of(begin):
+            g[at] = (-nll[at[1]]).expm1().to(g.dtype)
         return g.mul_(self.divergence.ce_weight * temperature)
 
     # The two methods below return a tile's part of the divergence, (C,) float32 or float64. Buffers

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.plan import ROW_MULTIPLE
-from fusedce.backends.torch.products import Products
+from fusedce.backends.torch.products import Products, on_cpu
 from fusedce.contract.problem import Projection
 
 # Largest sum of exponentials that is accepted. It and its inverse are far from the ends of
@@ -19,7 +19,6 @@ NEAR = 15  # nats: logits up to this size need no reference, float32 holds their
 SAMPLE = 64  # classes that are tried for the first reference, the largest of their logits
 Rows = slice | Tensor  # rows of a matrix: a slice if they are contiguous, else their indices
 _FEW = 32  # tokens
-_ELEMENTS, _LEAST = 2**19, 256  # elements of a tile, and least classes, with fast bf16 products
 
 
 def chunks_of(rows: Tensor, size: int) -> Sequence[Tensor]:
@@ -35,20 +34,27 @@ def chunks_of_rows(rows: Rows, size: int) -> Sequence[Rows]:
     return (rows,) if size >= n else [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
 
-def blocks_of(rows: Tensor, size: int) -> Iterator[Rows]:
-    """``rows`` in blocks of at most ``size``, each filled up to a multiple of `ROW_MULTIPLE`.
-
-    Its last row is repeated: libraries compute the last few rows of a matrix with other
-    instructions, which would give a token other bits there, and in backward other logits.
-    """
+def blocks_of(rows: Tensor, size: int, N: int) -> Iterator[Rows]:
+    """``rows`` of ``N`` in blocks of at most ``size``; slices where they are known to be one."""
+    begin = 0
     for block in chunks_of(rows, size):
-        missing = -len(block) % ROW_MULTIPLE
-        if missing:
-            yield torch.cat([block, block[-1:].expand(missing)])
-        elif block.device.type == "cpu" and block[-1] - block[0] == len(block) - 1:
+        if len(rows) == N:  # every row, as their number says without a wait
+            yield slice(begin, begin + len(block))
+        elif on_cpu(block) and block[-1] - block[0] == len(block) - 1:
             yield slice(int(block[0]), int(block[-1]) + 1)
         else:
             yield block
+        begin += len(block)
+
+
+def filled(x: Tensor) -> Tensor:
+    """``x (n, ...)`` with its last row repeated until there are a multiple of `ROW_MULTIPLE`.
+
+    Libraries compute the last few rows of a matrix with other instructions, which would give a
+    token other bits there, and in backward other logits.
+    """
+    missing = -len(x) % ROW_MULTIPLE
+    return torch.cat([x, x[-1:].expand(missing, *x.shape[1:])]) if missing else x
 
 
 def tiles(V: int, step: int) -> Iterator[tuple[int, int]]:
@@ -63,17 +69,36 @@ def label_entry(y: Tensor, begin: int, rows: int) -> tuple[Tensor, Tensor]:
     return clamped - begin, clamped == y
 
 
-def write_labels(
-    tile: Tensor,  # (v, C)
-    y: Tensor,  # (C,)
-    begin: int,
-    value: Tensor | float,  # (C,), or of all
-) -> tuple[Tensor, Tensor]:
-    """Write ``value`` at labels in a tile; return what was there, and whether they lie in it."""
-    at, inside = label_entry(y[None], begin, len(tile))
-    found = tile.gather(0, at)
-    tile.scatter_(0, at, torch.where(inside, value, found))
-    return found[0], inside[0]
+class TileLabels:
+    """Labels ``y (C,)`` in order, so that each tile knows its own; a bad label is in no tile.
+
+    A device is waited for once, where :meth:`read` asks it how many labels each tile has.
+    """
+
+    def __init__(self, y: Tensor, V: int, step: int) -> None:
+        self.y, self.step = y, step
+        self.ordered, self.tokens = y.sort(stable=True)
+        self._rows = self.ordered % step
+        starts = torch.arange(0, V + step, step, device=y.device).clamp_(max=V)
+        self._borders = torch.searchsorted(self.ordered, starts)
+        self._read: list[int] | None = None
+
+    def read(self, flag: Tensor | None = None) -> bool:
+        """Read the borders between tiles, and a bool ``flag ()`` in the same wait."""
+        borders = self._borders
+        if flag is not None:
+            borders = torch.cat([borders, flag.view(1)])
+        self._read = borders.tolist()
+        return flag is not None and bool(self._read[-1])
+
+    def of(self, begin: int) -> tuple[Tensor, Tensor] | None:
+        """Rows in the tile from class ``begin`` on, and tokens, of its labels; None without any."""
+        if self._read is None:
+            self.read()
+        assert self._read is not None
+        number = begin // self.step
+        first, last = self._read[number : number + 2]
+        return (self._rows[first:last], self.tokens[first:last]) if first < last else None
 
 
 class Logits:
@@ -87,28 +112,25 @@ class Logits:
 
     def operand(self, hidden: Tensor) -> Tensor:
         """``hidden (C, H)`` as :meth:`tile` takes it."""
-        wide = self.products.logits
-        return hidden if hidden.dtype == wide else hidden.to(wide)
+        return hidden.to(self.products.operands)
 
     def tile(self, h: Tensor, begin: int, end: int, out: Tensor | None = None) -> Tensor:
         """``(v, C)`` logits of classes ``begin:end``; without ``out``, until the next tile."""
-        w = self.rows(begin, end, self.products.logits)
+        w = self.rows(begin, end, self.products.operands)
         return self.head.finished(self._product(w, h, out), slice(begin, end))
 
     def copy(self, z: Tensor, rows: Rows) -> Tensor:
-        """A copy of the columns ``rows`` of logits ``z (v, N)``, until the next tile."""
+        """The columns ``rows`` of logits ``z (v, N)``, `filled`, until the next tile."""
         found = z[:, rows]
-        return self._scratch(*found.shape).copy_(found)
-
-    def step(self, tokens: int, classes: int) -> int:
-        """Classes of a tile: those of the plan, or fewer, so that its logits stay in the cache."""
-        if not self.products.exact_bf16:
-            return classes
-        return min(classes, max(_ELEMENTS // max(tokens, 1), _LEAST))
+        v, n = found.shape
+        made = self._scratch(v, n + -n % ROW_MULTIPLE)
+        made[:, :n].copy_(found)
+        made[:, n:] = made[:, n - 1 : n]
+        return made
 
     def of_classes(self, h: Tensor, classes: Tensor) -> Tensor:
         """``(K, C)`` logits of ``classes (K,)``; the next tile overwrites them."""
-        w = self.head.weight[classes].to(self.products.logits)
+        w = self.head.weight[classes].to(self.products.operands)
         return self.head.finished(self._product(w, h, None), classes[:, None])
 
     def rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
@@ -127,9 +149,6 @@ class Logits:
         return wide
 
     def _product(self, w: Tensor, h: Tensor, out: Tensor | None) -> Tensor:
-        if self.products.logits != self.products.inputs and self.products.by_onednn(w):
-            z: Tensor = torch.ops.mkldnn._linear_pointwise(w, h, None, "none", [], "")
-            return z if out is None else out.copy_(z)
         if out is not None:
             return self.products(w, h.t(), out)
         v, C = w.shape[0], h.shape[0]
@@ -153,19 +172,16 @@ class Sums:
         self.references: list[Tensor] = []
         self.sums: list[Tensor] = []
 
-    def add(self, z: Tensor, k: Tensor, out: Tensor) -> bool:
-        """Write ``exp(z - k)`` of a tile ``z (v, C)`` to ``out``; False if a sum is too large.
-
-        A ``k`` of 0 needs no subtraction.
-        """
-        if k.any():
+    def add(self, z: Tensor, k: Tensor, out: Tensor, *, near: bool = False) -> None:
+        """Write ``exp(z - k)`` of a tile ``z (v, C)`` to ``out``; ``near``: k is 0, out is z."""
+        if not near:
             torch.sub(z, k, out=out)
-        elif out is not z:
-            out.copy_(z)
-        sums = exp_(out).sum(0)
         self.references.append(k)
-        self.sums.append(sums)
-        return not bool((sums > HIGHEST).any())
+        self.sums.append(exp_(out).sum(0))
+
+    def fit(self) -> bool:
+        """Whether no sum is too large for its reference; waits for a device."""
+        return not bool((torch.stack(self.sums) > HIGHEST).any())
 
     def lse(self, like: Tensor) -> Tensor:
         """``(C,)`` float64: the log-sum-exp of all tiles; -inf where there is none."""
@@ -180,7 +196,7 @@ class TileStats:
     """Statistics gathered tile by tile: the labels' logits, and the log-sum-exp of the others.
 
     Exponentials are ``exp(z - k)``, with a reference ``k (C,)`` for all tiles if one is given (see
-    :func:`references`), else with the maxima of each tile, as the entropy needs. The entropy
+    :func:`sampled_reference`), else with the maxima of each tile, as the entropy needs. The entropy
     is ``log S + T / S`` with ``S = sum exp(z - top)`` and ``T = sum exp(z - top) * (top -
     z)``, two terms that are never negative. ``S = 1 + R``, where ``R`` leaves the largest logit
     out; with ``log1p(R)`` nothing cancels where one class has nearly all the probability.
@@ -188,29 +204,34 @@ class TileStats:
 
     def __init__(
         self,
-        y: Tensor,  # (C,) labels
+        labels: TileLabels,
         acc: torch.dtype,
         k: Tensor | None = None,  # (C,)
         *,
+        near: bool = False,  # k is 0
         argmax: bool = False,
         entropy: bool = False,
     ) -> None:
-        self.y, self.k = y, k
+        self.labels, self.y, self.k, self.near = labels, labels.y, k, near
         # NaN stays where no tile holds the label.
-        self.z_label = torch.full_like(y, math.nan, dtype=acc)
+        self.z_label = torch.full_like(self.y, math.nan, dtype=acc)
         self._sums = Sums()
         # (C,) each, by tile: the largest logit and its class, and R and T.
         self._likeliest: list[tuple[Tensor, Tensor]] | None = [] if argmax or entropy else None
         self._moments: list[tuple[Tensor, Tensor]] | None = [] if entropy else None
 
-    def add(self, z: Tensor, begin: int) -> bool:
+    def fit(self) -> bool:
+        """Whether the reference fits all tiles; waits for a device."""
+        return self._sums.fit()
+
+    def add(self, z: Tensor, begin: int) -> None:
         """Take in a tile ``z (v, C)``; it becomes ``exp(z - k)``, 0 at the labels, in place.
 
-        Returns whether the reference fits: if not, start again with the next one. With
-        ``entropy=True`` the tile is scratch afterwards.
+        With ``entropy=True`` the tile is scratch afterwards.
         """
-        found, inside = write_labels(z, self.y, begin, -math.inf)
-        self.z_label = torch.where(inside, found, self.z_label)
+        if at := self.labels.of(begin):
+            self.z_label[at[1]] = z[at]
+            z[at] = -math.inf
         if self._likeliest is not None:  # costs as much as three exponentials on a CPU
             top, best = largest(z)
             self._likeliest.append((top, best + begin))
@@ -223,13 +244,8 @@ class TileStats:
                 self._moments.append((R, e.mul_(below).sum(0).neg_()))
                 self._sums.references.append(top)
                 self._sums.sums.append(R + 1)
-                return True
-        if self.k is not None:
-            return self._sums.add(z, self.k, z)
-        k = maxima(z)
-        self._sums.references.append(k)
-        self._sums.sums.append(exp_(z.sub_(k)).sum(0))
-        return True
+                return
+        self._sums.add(z, maxima(z) if self.k is None else self.k, z, near=self.near)
 
     def losses(self) -> Tensor:
         """``(C,)`` float64: ``log(1 + exp(L - z_label))``, NaN where no tile held the label."""
@@ -279,13 +295,11 @@ def nll_of(others: Tensor, z_label: Tensor) -> Tensor:
 
 def take_labels(z: Tensor, y: Tensor) -> Tensor:
     """``(C,)`` labels' logits of ``z (V, C)``, where -inf takes their place; NaN for bad labels."""
-    if z.device.type != "cpu":  # where labels are not read before
-        found, inside = write_labels(z, y, 0, -math.inf)
-        return found.masked_fill_(~inside, math.nan)
-    at = y[None]
+    at = y[None] if on_cpu(z) else y[None].clamp(0, len(z) - 1)
     found = z.gather(0, at)[0]
     z.scatter_(0, at, -math.inf)
-    return found
+    # Labels on a device are not read before. All of the token is NaN by its label.
+    return found if on_cpu(z) else found.masked_fill_(at[0] != y, math.nan)
 
 
 def column_sums(z: Tensor, c: Tensor | None) -> Tensor:
@@ -301,7 +315,7 @@ _GROUP = 64  # classes whose maximum is found first: on a CPU `amax` is five tim
 def largest(z: Tensor) -> tuple[Tensor, Tensor]:
     """``(C,)`` each: the largest of every column of ``z (v, C)``, and its row."""
     whole = len(z) // _GROUP * _GROUP
-    if z.device.type != "cpu" or whole < 8 * _GROUP:
+    if not on_cpu(z) or whole < 8 * _GROUP:
         return z.max(0)
     top, group = z[:whole].unflatten(0, (-1, _GROUP)).amax(1).max(0)
     first = group * _GROUP
@@ -323,7 +337,7 @@ def exp_(x: Tensor) -> Tensor:
     As a power of two on a CPU: torch's exponential is MKL's, which takes three times as long as
     ``exp2`` on AMD's CPUs. The product is rounded as a log-probability is.
     """
-    if x.dtype == torch.float32 and x.is_cpu:
+    if x.dtype == torch.float32 and on_cpu(x):
         return x.mul_(_LOG2E).exp2_()
     return x.exp_()
 
@@ -333,21 +347,34 @@ def maxima(z: Tensor) -> Tensor:
     return z.amax(0).clamp_(min=torch.finfo(z.dtype).min)
 
 
-def references(logits: Logits, h: Tensor, y: Tensor, step: int) -> Iterator[Tensor]:
-    """References ``(C,)`` to try: one that fits nearly always, then one that fits.
+def sampled_reference(logits: Logits, h: Tensor, y: Tensor) -> Tensor:
+    """``(C,)``: the largest logit but the label's of a few classes, evenly chosen; fits mostly.
 
-    With a reference that all tiles share, a chunk's exponentials can be multiplied as a whole. The
-    first is the largest logit but the label's of a few classes, evenly chosen, or 0 where that fits
-    as well: there is nothing to subtract then. The second takes a product of its own.
+    With a reference that all tiles share, a chunk's exponentials can be multiplied as a whole. It
+    is 0 where that fits as well: if it is for all tokens, there is nothing to subtract.
     """
     V = len(logits.head.weight)
     classes = torch.arange(0, V, -(-V // SAMPLE), device=h.device)
     z = logits.of_classes(h, classes).masked_fill_(classes[:, None] == y, -math.inf)
     k = maxima(z)
-    yield k.masked_fill_(k.abs() <= NEAR, 0)
-    k.fill_(torch.finfo(k.dtype).min)
-    for begin, end in tiles(V, step):
+    return k.masked_fill_(k.abs() <= NEAR, 0)
+
+
+def exact_reference(logits: Logits, h: Tensor, labels: TileLabels) -> Tensor:
+    """``(C,)``: the largest logit but the label's of all classes; takes a product of its own."""
+    k = torch.full_like(labels.y, torch.finfo(logits.products.acc).min, dtype=logits.products.acc)
+    for begin, end in tiles(len(logits.head.weight), labels.step):
         z = logits.tile(h, begin, end)
-        write_labels(z, y, begin, -math.inf)
+        if at := labels.of(begin):
+            z[at] = -math.inf
         k = torch.maximum(k, maxima(z))
-    yield k
+    return k
+
+
+def add_at(total: Tensor, y: Tensor, rows: Tensor) -> None:
+    """``total[y] += rows``, of one dtype; deterministic, and no wait."""
+    # index_add_ is serial on a CPU, where it is faster; on a device index_put_ sorts.
+    if on_cpu(total):
+        total.index_add_(0, y, rows)
+    else:
+        total.index_put_((y,), rows, accumulate=True)

@@ -7,7 +7,7 @@ own gradient in place, and one product of it with the hidden states gives these 
 gradient, complete and rounded once. Parts of ``d_hidden`` are added up in float32 or better. Inside
 a tile, work goes by blocks of tokens.
 
-The label's entry, far larger than the others, leaves its tile before that is rounded to bfloat16:
+The label's entry, far larger than the others, leaves its tile before that is rounded to two bytes:
 what it adds to both gradients is added in float32.
 """
 
@@ -23,7 +23,6 @@ from torch import Tensor
 from fusedce.backends.gradients import (
     Dtypes,
     Gradients,
-    add_rows,
     check_budget,
     memory_of,
     sizes_of,
@@ -32,18 +31,22 @@ from fusedce.backends.plan import CPU_BUDGET, device_budget, most_classes, plan_
 from fusedce.backends.torch.logit_tiles import (
     Logits,
     Rows,
+    TileLabels,
     TileStats,
+    add_at,
     blocks_of,
     column_sums,
     exp_,
+    filled,
     label_entry,
     tiles,
-    write_labels,
 )
+from fusedce.backends.torch.products import on_cpu
 from fusedce.contract.labels import used_tokens
 from fusedce.contract.objective import LogitGrad, Stats
 from fusedce.contract.problem import Outputs, Problem, Projection, acc_dtype
 
+_KEPT_TOKENS = 2048  # whose logits are kept on a device, or a quarter of all
 _LOWEST = -1e4  # nats: a probability of 0, in float64 too
 
 
@@ -58,7 +61,10 @@ def room_for_logits(problem: Problem) -> Tensor | None:
     N, V, acc = len(problem.labels), len(problem.weight), acc_dtype(problem.hidden.dtype)
     device, size = problem.hidden.device, N * V * acc.itemsize
     limited = problem.memory_budget is not None or problem.chunk_tokens is not None
-    budget = CPU_BUDGET if device.type == "cpu" else device_budget(memory_of(device))
+    budget = CPU_BUDGET
+    if not on_cpu(problem.hidden):  # as a chunk's by default
+        chunk = max(-(-N // 4), _KEPT_TOKENS) * V * problem.hidden.element_size()
+        budget = min(device_budget(memory_of(device)), chunk)
     if limited or _kept[device] + size > budget:
         return None
     kept = torch.empty(V, N, dtype=acc, device=device)
@@ -89,16 +95,18 @@ def token_stats(
     c = None if problem.class_weight is None else problem.class_weight.to(head.acc)
     check_budget(problem, sizes_of(problem, wanted, len(rows)))
     plan = plan_tiles(sizes_of(problem, Outputs(), len(rows)), memory_budget=problem.memory_budget)
-    for block in blocks_of(rows, plan.tokens):
-        h = logits.operand(problem.hidden[block])  # (R, H)
-        y = problem.labels[block].long()
-        seen = TileStats(y, head.acc, argmax=argmax is not None, entropy=wanted.entropy)
+    for block in blocks_of(rows, plan.tokens, N):
+        h = logits.operand(filled(problem.hidden[block]))  # (R, H)
+        y = filled(problem.labels[block].long())
+        n = len(problem.labels[block])  # (the rows from here on are the last one, again)
+        labels = TileLabels(y, V, plan.classes)
+        seen = TileStats(labels, head.acc, argmax=argmax is not None, entropy=wanted.entropy)
         zmean = torch.zeros(len(h), dtype=torch.float64, device=device)
-        temperature = None if problem.temperature is None else problem.temperature[block]
+        temperature = None if problem.temperature is None else filled(problem.temperature[block])
         for begin, end in tiles(V, plan.classes):
             z = logits.tile(h, begin, end)  # (v, R)
             if kept is not None:
-                kept[begin:end, block] = z
+                kept[begin:end, block] = z[:, :n]
             if temperature is not None:
                 z.div_(temperature)
             if wanted.zmean:
@@ -106,16 +114,16 @@ def token_stats(
             seen.add(z, begin)
         if wanted.entropy:
             nll, lse, entropy = seen.with_entropy()
-            stats.entropy[block] = entropy.to(head.acc)
+            stats.entropy[block] = entropy[:n].to(head.acc)
         else:
             nll, lse = seen.losses(), seen.lse()
-        stats.nll[block] = nll.to(head.acc)
+        stats.nll[block] = nll[:n].to(head.acc)
         if wanted.lse:
-            stats.lse[block] = lse
+            stats.lse[block] = lse[:n]
         if wanted.zmean:
-            stats.zmean[block] = (zmean / V).to(head.acc)
+            stats.zmean[block] = (zmean[:n] / V).to(head.acc)
         if argmax is not None and stats.top is not None:
-            argmax[block], stats.top[block] = seen.likeliest()
+            argmax[block], stats.top[block] = (x[:n] for x in seen.likeliest())
     return stats
 
 
@@ -131,7 +139,7 @@ def token_grads(
     V, H = problem.weight.shape
     logits = Logits(Projection.of(problem))
     products = logits.products
-    acc, gemm = products.acc, products.gradients
+    acc, operands = products.acc, products.operands
     rows = (problem.valid() & upstream.used).nonzero()[:, 0]
     call = sizes_of(problem, wanted, len(rows), dtypes)
     plan = plan_tiles(call, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget)
@@ -139,71 +147,138 @@ def token_grads(
     if kept is not None:  # nothing is multiplied again, so no bits depend on the tile
         classes = most_classes(call.limits, min(plan.tokens, len(rows)))
     grads = Gradients(problem, wanted, dtypes=dtypes, chunks=len(rows), by_tiles=True)
-    blocks = [_Block.of(problem, b, lse, upstream) for b in blocks_of(rows, plan.tokens)]
+    units = _units(problem, upstream) if operands == torch.float16 else None
+    blocks = [
+        _Block.of(problem, block, lse, upstream, units, classes)
+        for block in blocks_of(rows, plan.tokens, len(problem.labels))
+    ]
+    own = [torch.zeros_like(block.lse) for block in blocks]  # entries of the labels
+    largest = None if units is None or not blocks else units[rows].amax()
     sums = None  # (T, H), of a tile's rows of the weight gradient
     if grads.weight is not None and grads.weight.dtype != acc and blocks:
         sums = torch.empty(min(classes, V), H, dtype=acc, device=grads.weight.device)
     for begin, end in tiles(V, classes if blocks else V):
         of_tile = None if grads.weight is None else grads.weight[begin:end]
         d_weight = of_tile if sums is None else sums[: end - begin]
+        labels = []  # of this tile: rows of it, and what is added to them
         for number, block in enumerate(blocks):
-            hidden = problem.hidden[block.rows]  # (R, H)
+            hidden, n = problem.hidden[block.rows], block.n  # (n, H)
             if kept is None:
-                z = logits.tile(logits.operand(hidden), begin, end)  # (v, R)
+                z = logits.tile(logits.operand(filled(hidden)), begin, end)  # (v, R)
             else:  # (a copy: the graph may be retained)
                 z = logits.copy(kept[begin:end], block.rows)
             g = _gradient(problem, logits.head, block, z, begin)
             if grads.bias is not None:
-                grads.bias[begin:end] += g.sum(1)
-            tokens = ((block.y >= begin) & (block.y < end)).nonzero()[:, 0]
-            y = block.y[tokens] - begin
-            entries = g[y, tokens][:, None]  # of the labels, added apart
+                part = g[:, :n]
+                of_bias = part.sum(1) if block.unit is None else torch.mv(part, block.unit[:n])
+                grads.bias[begin:end] += of_bias
+            y, tokens = block.labels.of(begin) or (block.y[:0], block.y[:0])
+            entries = g[y, tokens]  # of the labels, added apart
             g[y, tokens] = 0
-            g = g.to(gemm)
+            if block.unit is not None:
+                entries = entries * block.unit[tokens]
+            own[number][tokens] = entries
+            g = g.to(operands)
             if grads.hidden is not None:
-                w = logits.rows(begin, end, gemm)
-                of_labels = w[y] * entries
+                added = torch.empty(len(block.y), H, dtype=acc, device=g.device)
+                products(g.t(), logits.rows(begin, end, operands), added)
+                if block.unit is not None:
+                    added.mul_(block.unit[:, None])
                 if isinstance(block.rows, slice):
-                    products(g.t(), w, grads.hidden[block.rows], add=True)[tokens] += of_labels
+                    grads.hidden[block.rows] += added[:n]
                 else:
-                    added = torch.empty_like(hidden, dtype=acc)
-                    products(g.t(), w, added)[tokens] += of_labels
-                    grads.hidden.index_add_(0, block.rows, added)  # (some rows are there twice)
+                    grads.hidden.index_add_(0, block.rows, added[:n])
             if d_weight is not None:
-                products(g, hidden.to(gemm), d_weight, add=number > 0)
-                add_rows(d_weight, y, hidden[tokens] * entries)
-        if of_tile is not None and d_weight is not None and d_weight is not of_tile:
+                right = hidden.to(operands)
+                if largest is not None and block.unit is not None:
+                    right = (right * (block.unit[:n] / largest)[:, None]).to(operands)
+                products(g[:, :n], right, d_weight, add=number > 0)
+                labels.append((y, hidden[tokens].to(acc) * entries[:, None]))
+        if of_tile is None or d_weight is None:
+            continue
+        if largest is not None:
+            d_weight.mul_(largest)
+        for y, rows_of_labels in labels:
+            if len(y):
+                add_at(d_weight, y, rows_of_labels)
+        if d_weight is not of_tile:
             of_tile.copy_(d_weight)  # rounded once
+    for block, entries in zip(blocks, own, strict=True):
+        if grads.hidden is not None:
+            y = block.y[: block.n].clamp(0, V - 1)
+            of_labels = problem.weight[y].to(acc).mul_(entries[: block.n, None])
+            if isinstance(block.rows, slice):
+                grads.hidden[block.rows] += of_labels
+            else:
+                grads.hidden.index_add_(0, block.rows, of_labels)
     return grads.cast_out()
 
 
+_LARGE = 2.0**14  # what float16 holds: probabilities far below 1 would be subnormal there
+
+
+def _units(problem: Problem, by: LogitGrad) -> Tensor:
+    """``(N,)`` powers of two: what float16 holds of a token is its gradient divided by this.
+
+    Whatever comes from upstream, an entry is at most twice `_LARGE` then.
+    """
+    scale, c = abs(problem.logit_scale), problem.class_weight
+    size = (by.alpha.abs() + by.at_label.abs()) * scale
+    if by.beta is not None:
+        size = size + by.beta.abs() * scale
+    if by.gamma is not None:
+        size = size + by.gamma.abs() * scale * (1 if c is None else c.abs().amax())
+    if by.at_classes is not None:
+        size = size + by.at_classes.abs().sum(1)  # a class may stand twice
+    return size.double().masked_fill(size == 0, 1).log2().floor().exp2() / _LARGE
+
+
 class _Block(NamedTuple):
-    """A block of tokens: where they are, and the factors of their gradient, (R,) each."""
+    """A block of tokens, `filled`: where they are, and the factors of their gradient, (R,) each."""
 
     rows: Rows
+    n: int  # tokens; those after them are the last one, again
     y: Tensor  # labels; one that is no row of weight has no entry
+    labels: TileLabels  # (n,)
     lse: Tensor
-    by: LogitGrad  # of these tokens, in the dtype of logits; of further classes (K, R)
+    by: LogitGrad  # in the dtype of logits, times the scale of logits; of further classes (K, R)
     temperature: Tensor | None
+    unit: Tensor | None  # in float16: the gradients are this times what is stored
 
     @classmethod
-    def of(cls, problem: Problem, rows: Rows, lse: Tensor, upstream: LogitGrad) -> _Block:
-        """``rows`` that repeat the one before them (see `blocks_of`) have factors of 0."""
-        acc, again = acc_dtype(problem.hidden.dtype), None
-        if isinstance(rows, Tensor):
-            again = torch.zeros_like(rows, dtype=torch.bool)
-            again[1:] = rows[1:] == rows[:-1]
+    def of(
+        cls,
+        problem: Problem,
+        rows: Rows,
+        lse: Tensor,  # (N,)
+        upstream: LogitGrad,
+        units: Tensor | None,  # (N,)
+        step: int,  # classes of a tile
+    ) -> _Block:
+        """The block of these ``rows``."""
+        acc, scale = acc_dtype(problem.hidden.dtype), problem.logit_scale
+        unit = None if units is None else units[rows]
 
-        def factor(x: Tensor | None) -> Any:
+        def factor(x: Tensor | None, scale: float = 1.0) -> Any:
             if x is None or not x.is_floating_point():
-                return x if x is None else x[rows].t()
-            x = x[rows].t().to(acc)
-            return x if again is None else x.masked_fill_(again, 0)
+                return x if x is None else filled(x[rows]).t()
+            x = x[rows] if scale == 1 else x[rows] * scale
+            if unit is not None:
+                x = x / (unit if x.dim() == 1 else unit[:, None])
+            return filled(x.to(acc)).t()
 
-        y, temperature = problem.labels[rows].long(), problem.temperature
+        by = LogitGrad(
+            factor(upstream.alpha, scale), factor(upstream.beta, scale),
+            factor(upstream.gamma, scale), factor(upstream.at_label, scale), upstream.used,
+            factor(upstream.classes), factor(upstream.at_classes),
+        )  # fmt: skip
+        y, temperature = filled(problem.labels[rows].long()), problem.temperature
         if temperature is not None:
-            temperature = temperature[rows]
-        return cls(rows, y, lse[rows].to(acc), LogitGrad(*map(factor, upstream)), temperature)
+            temperature = filled(temperature[rows])
+        unit = None if unit is None else filled(unit.to(acc))
+        n = len(problem.labels[rows])
+        labels = TileLabels(y[:n], len(problem.weight), step)
+        return cls(rows, n, y, labels, filled(lse[rows].to(acc)), by, temperature, unit)
 
 
 def _gradient(problem: Problem, head: Projection, block: _Block, z: Tensor, begin: int) -> Tensor:
@@ -223,17 +298,16 @@ def _gradient(problem: Problem, head: Projection, block: _Block, z: Tensor, begi
             g.add_(by.gamma)
         else:
             g.addr_(problem.class_weight[begin : begin + len(g)].to(g.dtype), by.gamma)
-    write_labels(g, block.y, begin, by.at_label)
+    if label := block.labels.of(begin):
+        g[label] = by.at_label[label[1]]
     if slope is not None:
         g.mul_(slope)
-    if head.scale != 1.0:
-        g.mul_(head.scale)
     if by.classes is not None and by.at_classes is not None:
         at, inside = label_entry(by.classes, begin, len(g))
         entries = by.at_classes.masked_fill(~inside, 0)
         # A class may stand twice in a token's labels. Elsewhere than on a CPU one operation would
         # add the two in any order.
-        step = len(at) if g.device.type == "cpu" else 1
+        step = len(at) if on_cpu(g) else 1
         for some, x in zip(at.split(step), entries.split(step), strict=True):
             g.scatter_add_(0, some, x)
     return g

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Gradients, Summed, saved_grad_dtypes, sizes_of
-from fusedce.backends.plan import choose_plan, multiple_of_16
+from fusedce.backends.plan import FEW_CHUNKS, choose_plan, multiple_of_16
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.head_gradients import add_to_bias
 from fusedce.backends.triton.launch import (
@@ -51,7 +51,10 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Outpu
             memory_budget=problem.memory_budget,
         )
         C = min(plan.tokens, n)
-        grads = Gradients(problem, wanted, dtypes=dtypes, chunks=-(-n // C) if n else 0)
+        grads = Gradients(
+            problem, wanted, dtypes=dtypes, chunks=-(-n // C) if n else 0,
+            wide=plan.name != FEW_CHUNKS,
+        )  # fmt: skip
         losses = torch.zeros(N, dtype=torch.float32, device=device)
         if n == 0:
             return Summed(losses, packed.n_valid, factor, *grads.cast_out())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.bounds import SAME_SUMS, logit_rounding
+from support.bounds import SAME_SUMS
 from support.operators import Calls
 
 from fusedce import fused_ce, fused_cross_entropy, fused_kl, fused_logprobs
@@ -13,40 +13,7 @@ from fusedce.backends.torch.products import Products
 from fusedce.contract.problem import Projection
 
 H = 96
-WAYS = {"MKL": products.MKL, "oneDNN": products.ONEDNN, "widened bf16": None}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-@pytest.fixture
-def any_maker(monkeypatch):
-    """oneDNN's kernel wherever the CPU has its instructions, slow ones too."""
-    monkeypatch.setattr(products, "of_amd", lambda: True)
-    if not products._allowed() or products.of_torch(products._BRGEMM) is None:
-        pytest.skip("oneDNN has no kernel for this CPU")
-
-
-@pytest.fixture(params=WAYS)
-def way(request, monkeypatch):
-    """Each way to multiply bfloat16, on any CPU."""
-    gemm = WAYS[request.param]
-    if gemm is products.MKL and products.of_torch(products._MKL) is None:
-        pytest.skip("this torch has no MKL")
-    if gemm is products.ONEDNN:
-        request.getfixturevalue("any_maker")
-    off = products.ONEDNN  # where a test switches oneDNN off
-    monkeypatch.setattr(
-        products,
-        "bf16_gemm",
-        lambda: None if gemm is off and not products.onednn_usable() else gemm,
-    )
-    return request.param
-
-
-@pytest.fixture
-def onednn(request):
-    """Whether torch may ask oneDNN; a context, since torch's own test helpers freeze the flag."""
-    with torch.backends.mkldnn.flags(enabled=request.param):
-        yield
 
 
 def stored(x, how):
@@ -64,8 +31,6 @@ def stored(x, how):
 
 @pytest.mark.parametrize("how", ["plain", "transposed", "strided", "one row"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("onednn", [True, False], indirect=True)
-@pytest.mark.usefixtures("way", "onednn")
 def test_logits_are_sums_of_exact_products(dtype, how):
     rng = torch.Generator().manual_seed(0)
     weight = stored(torch.randn(70, H, generator=rng).to(dtype), how)
@@ -92,13 +57,12 @@ def test_logits_are_sums_of_exact_products(dtype, how):
 )
 @pytest.mark.parametrize("how", ["plain", "transposed", "strided"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.usefixtures("way")
 def test_products_are_written_or_added(dtype, how, shape):
     m, k, n = shape
     rng = torch.Generator().manual_seed(0)
     a, b = torch.randn(m, k, generator=rng).to(dtype), torch.randn(k, n, generator=rng).to(dtype)
     products_of = Products.of(a)
-    a, b = (stored(x.to(products_of.gradients), how) for x in (a, b))
+    a, b = (stored(x.to(products_of.operands), how) for x in (a, b))
     total = torch.randn(m, n, generator=rng).to(products_of.acc)
     before, exact = total.double().clone(), a.double() @ b.double()
     # k + 1 additions, of terms that may cancel
@@ -112,112 +76,25 @@ def test_products_are_written_or_added(dtype, how, shape):
 
 
 def test_a_product_waits_in_little_memory_of_its_own(monkeypatch):
-    """It is added 16 MiB at a time; all of it would be 38."""
-    monkeypatch.setattr(products, "bf16_gemm", lambda: None)
-    a, b, total = torch.ones(5000, 1).bfloat16(), torch.ones(1, 2000).bfloat16(), torch.ones(10**7)
+    """In float64 it is added 32 MiB at a time; all of it would be 76."""
+    monkeypatch.setattr(products, "_reduced_precision", lambda: True)
+    a, b, total = torch.ones(5000, 1), torch.ones(1, 2000), torch.ones(10**7)
     with Calls() as calls:
-        Products(a.dtype, *[torch.float32] * 3)(a, b, total.view(5000, 2000), add=True)
+        Products.of(a.bfloat16())(a, b, total.view(5000, 2000), add=True)
     made = [out.numel() for operator, _, out in calls.seen if "mm" in str(operator)]
     assert max(made) <= 2**22 < sum(made) == 10**7
     assert total.unique().tolist() == [2]
 
 
-def test_a_limit_on_mkl_is_obeyed(monkeypatch):
-    monkeypatch.setattr(products, "cpu_has", lambda name: True)
-    for name in ("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"):
-        monkeypatch.delenv(name, raising=False)
-    assert products._amx_for_mkl()
-    for name, limit, allowed in (
-        ("MKL_ENABLE_INSTRUCTIONS", "AVX2", False),
-        ("MKL_ENABLE_INSTRUCTIONS", "avx512_e3", False),
-        ("MKL_ENABLE_INSTRUCTIONS", "AVX512_E4", True),
-        ("MKL_CBWR", "COMPATIBLE", False),
-        ("MKL_CBWR", "AUTO", True),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, limit)
-            assert products._amx_for_mkl() == allowed, (name, limit)
-
-
-def test_a_product_that_is_wrong_is_not_taken(monkeypatch):
-    if products.of_torch(products._MKL) is None:
-        pytest.skip("this torch has no MKL")
-    monkeypatch.setattr(products, "_amx_for_mkl", lambda: True)
-    products._checked.cache_clear()
-    try:
-        assert products.bf16_gemm() is products.MKL
-        products._checked.cache_clear()
-        monkeypatch.setattr(products, "of_torch", lambda name: lambda *args: None)
-        assert products.bf16_gemm() is None
-    finally:
-        products._checked.cache_clear()
-
-
-def test_onednns_kernel_is_asked_only_where_it_can_run(monkeypatch):
-    """Where it cannot, it ends the process instead of raising."""
-    found = {"_is_avx512_bf16_supported": True, "_is_amx_tile_supported": False}
-    monkeypatch.setattr(products, "cpu_has", lambda name: found[name])
-    monkeypatch.setattr(products, "library", lambda: (None, None))
-    monkeypatch.setattr(products, "of_amd", lambda: True)
-    monkeypatch.setattr(products, "_TRIED", "2.0")
-    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
-        for limit, allowed in (("AVX2", False), ("avx512_core_vnni", False), ("all", True),
-                               ("AVX512_CORE_BF16", True), ("AVX2_VNNI_2", False)):  # fmt: skip
-            with monkeypatch.context() as patch:
-                patch.setenv(name, limit)
-                assert products.onednn_usable() == allowed, (name, limit)
-    assert products.onednn_usable()
-    with torch.backends.mkldnn.flags(enabled=False):
-        assert not products.onednn_usable()
-    found["_is_amx_tile_supported"] = True
-    assert not products.onednn_usable()
-    found["_is_amx_tile_supported"] = False
-    monkeypatch.setattr(products, "of_amd", lambda: False)
-    assert not products.onednn_usable()  # Intel's instructions are slower than those of float32
-    found.update(dict.fromkeys(found, False))
-    assert not products.onednn_usable()
-
-
-@pytest.mark.usefixtures("any_maker")
-@pytest.mark.parametrize("threads", [1, 3])
-def test_blocks_of_onednns_products_meet(threads):
-    """Rows, columns and inner entries of several blocks and a rest; an odd number of pairs."""
-    rng = torch.Generator().manual_seed(0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for m, k, n in ((600, 1541, 1030), (257, 513, 1025), (1, 1025, 7)):
-            a, b = (torch.randn(x, generator=rng).bfloat16() for x in ((m, k), (k, n)))
-            exact = a.double() @ b.double()
-            for x, y in ((a, b), (a.t().contiguous().t(), b.t().contiguous().t())):
-                out = torch.full((m, n), torch.nan)
-                products.ONEDNN.multiply(x, y, out)
-                products.ONEDNN.multiply(x, y, out, add=True)
-                bound = 2 * logit_rounding(a, y.t())
-                torch.testing.assert_close(out.double(), 2 * exact, rtol=0, atol=bound)
-    finally:
-        torch.set_num_threads(before)
-
-
-@pytest.mark.skipif(
-    not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()),
-    reason="needs oneDNN and MKL",
-)
-def test_onednn_multiplies_for_widened_bfloat16_unless_it_is_switched_off(monkeypatch):
-    def asked(dtype):
-        x = torch.ones(70, H, dtype=dtype)
-        logits = Logits(Projection(x, None, 1.0, None))
-        with torch.profiler.profile() as trace:
-            logits.tile(logits.operand(x), 0, 70)
-        return any("mkldnn" in event.name for event in trace.events())
-
-    monkeypatch.setattr(products, "bf16_gemm", lambda: None)
-    assert asked(torch.bfloat16)
-    assert not asked(torch.float32)
-    with torch.backends.mkldnn.flags(enabled=False):
-        assert not asked(torch.bfloat16)
+def test_few_rows_are_padded_for_logits_and_hidden_states_alone():
+    """Both have the same bits in every batch; the weight's gradient is of 8 tokens, not of 64."""
+    hidden, weight = torch.randn(8, H).requires_grad_(), torch.randn(700, H).requires_grad_()
+    labels = torch.randint(700, (8,))
+    loss = fused_cross_entropy(hidden, weight, labels, reduction="none", backend="torch").sum()
+    with torch.profiler.profile(record_shapes=True) as trace:
+        loss.backward()
+    seen = {tuple(map(tuple, e.input_shapes[:2])) for e in trace.events() if e.name == "aten::mm"}
+    assert seen == {((64, 700), (700, H)), ((700, 8), (8, H))}
 
 
 # ---- settings of the process ----------------------------------------------------------------
@@ -267,7 +144,6 @@ def lossy_float32(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.usefixtures("way")
 def test_narrow_inputs_do_not_follow_the_precision_of_float32(dtype, lossy_float32):
     """float16 has 11 significant bits, "medium" leaves 8 of them."""
     expected = everything(dtype)
