@@ -26,8 +26,8 @@ from fusedce.contract.problem import Outputs, Problem
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "accuracy.md"
 BEGIN, END = "<!-- numerics -->", "<!-- end -->"
-SHOWN = (torch.float32, torch.bfloat16)  # on the page
-DTYPES = (*SHOWN, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHOWN = (torch.bfloat16,)  # on the page
 SIZES = {"torch": (64, 48, 700), "triton": (16, 32, 1500)}  # N, H, V
 SEEDS = {"torch": 5, "triton": 2}  # draws of each input, whose errors are taken together
 WAYS = (ONE_CHUNK, FEW_CHUNKS, CHUNKS, TILES)
