@@ -9,7 +9,7 @@ from fusedce.backends.triton import archs, divergence_chunks, small_sums, sum_gr
 from fusedce.backends.triton.forward import loss, token_stats
 from fusedce.backends.triton.launch import device_guard, launch_grid
 from fusedce.backends.triton.vocab_tiles import token_grads
-from fusedce.contract.problem import Problem, Task
+from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.kernels.input_grads import scale_kernel
 
 __all__ = [
@@ -30,8 +30,13 @@ SCALE_BLOCK = 8192  # numbers that a program multiplies at a time
 def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
     """The sum and its wanted gradients."""
     assert task.shard is None, "sums over shards go by their tokens"
-    if argmax is None and small_sums.fits(task.problem):
-        return small_sums.loss_and_grads(task.problem, task.wanted)
+    problem = task.problem
+    # A small call that is smoothed comes here whatever it asks for, and chunks know no smoothing.
+    if small_sums.fits(problem) and (argmax is None or problem.label_smoothing):
+        found = small_sums.loss_and_grads(problem, task.wanted)
+        if argmax is not None:  # last, as it may have the labels' memory
+            token_stats(problem, Outputs(), argmax)
+        return found
     return sum_grads.loss_and_grads(task.problem, task.wanted, argmax)
 
 

@@ -99,3 +99,17 @@ def test_a_bad_label_is_named():
         labels[5] = bad
         with pytest.raises(ValueError, match=f"got {bad} at flattened position 5"):
             small(hidden, weight.requires_grad_(), labels)
+
+
+@DTYPES
+def test_the_likeliest_classes_beside_a_smoothed_sum(dtype):
+    """In the memory of the labels, too: smoothing is not lost."""
+    hidden, weight, labels, _ = Case((20,), 24, 70, dtype, ignored=0.3).tensors()
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    alone = small(*leaves, labels, label_smoothing=0.2, softcap=5.0)
+    best = (hidden.nan_to_num().double() @ weight.double().T).argmax(1)
+    best[labels == -100] = -1
+    for argmax in (torch.empty_like(labels), labels):
+        given = {"label_smoothing": 0.2, "softcap": 5.0, "argmax_out": argmax}
+        torch.testing.assert_close(tuple(small(*leaves, labels, **given)), tuple(alone))
+        assert argmax.equal(best)
