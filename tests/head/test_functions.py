@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from support.attacks import both, function, same
 from support.heads import V, ce, plain_model, tokens
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from fusedce import head_report, replace_loss_head
@@ -83,26 +82,6 @@ def test_a_model_without_values():
     logits = replaced(tokens(3, 7).to("meta"))
     assert (logits + 0).is_meta
     assert "no values" in str(head_report(replaced))
-
-
-@pytest.mark.parametrize("of", ["hidden", "weight", "logits"])
-def test_forward_mode(of):
-    def dual(t, name):
-        if of != name:
-            return t
-        return forward_ad.make_dual(t, torch.linspace(0, 1, t.numel()).view(t.shape))
-
-    def tangent(m):
-        with forward_ad.dual_level():
-            h, w = m[0](tokens(3, 7)).detach(), dual(m[1].weight.detach(), "weight")
-            z = m[1](dual(h, "hidden"))
-            if of == "weight":
-                z = torch.func.functional_call(m[1], {"weight": w}, h)
-            z = dual(z.detach(), "logits") if of == "logits" else z
-            return forward_ad.unpack_dual(ce(z, tokens(3, 7, seed=1))).tangent
-
-    expected = tangent(plain_model())
-    torch.testing.assert_close(tangent(replace_loss_head(plain_model())), expected)
 
 
 LOSSES = {

@@ -12,7 +12,6 @@ from support.attacks import alike, same, same_loss
 from support.bounds import SAME_MODEL
 from support.heads import MODES, H, V, ce, plain_model, tokens
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from fusedce import head_report, replace_loss_head
 from fusedce.head.lazy import LazyLogits
@@ -37,28 +36,6 @@ def test_it_is_laid_out_as_real_ones():
         z[:, 1:].view(-1, V)
     with pytest.raises(IndexError, match="out of range"):
         z.transpose(0, 3)
-
-
-def test_without_grad_means_without_grad():
-    """Reinforcement learning uses the old policy's logits while the new one is trained."""
-    model, x, y = replace_loss_head(plain_model()), tokens(3, 7), tokens(3, 7, seed=1)
-    with torch.no_grad():
-        old = model(x)
-    new = model(x)
-    with torch.no_grad():
-        half = new / 2
-    for value in (old, ce(old, y), ce(old / 2, y), old.log_softmax(-1), ce(half, y)):
-        assert not value.requires_grad
-    assert ce(new, y).requires_grad
-    bias = torch.zeros(V, requires_grad=True)
-    with torch.inference_mode():
-        old.argmax(-1)
-    ce(old + bias, y).backward()
-    assert bias.grad.norm() > 0
-    assert model[1].weight.grad is None
-    # Logits of a reentrant checkpoint have no graph: a loss outside must not pass for one.
-    z = checkpoint(model[1], model[0](x), use_reentrant=True)
-    assert not ce(z, y).requires_grad or z.grad_fn is not None
 
 
 @pytest.mark.usefixtures("each_mode")
@@ -126,16 +103,6 @@ def test_a_use_of_a_model_gives_the_same(use, mode):
     if (use, mode) == ("export", "inference_mode"):
         pytest.skip("torch exports nothing there")
     alike(USES[use], mode)
-
-
-def test_gradients_by_function_transforms():
-    x, y = tokens(3, 7), tokens(3, 7, seed=1)
-
-    def gradients(model):
-        grad = torch.func.grad(lambda p: ce(torch.func.functional_call(model, p, x), y))
-        return grad(dict(model.named_parameters()))
-
-    alike(gradients)
 
 
 @same

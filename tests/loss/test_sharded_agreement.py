@@ -97,6 +97,8 @@ DIFFERENT = [
         "softcap": 3, "logit_scale": 2, "label_smoothing": 0.1, "z_loss": 1e-3, "ignore_index": 2,
         "chunk_tokens": 3, "bias": torch.zeros(V // 2), "token_weight": torch.ones(N),
     }.items()),
+    (f"memory_budget {SHARED}", of_whole, {"memory_budget": 2**24},
+     {"memory_budget": 2**24 + 1}),
     (f"hidden.requires_grad {SHARED}", sharded_ce, {},
      {"hidden": X["hidden"].clone().requires_grad_()}),
     (f"hidden.dtype {SHARED}", sharded_ce, OWN, OWN | TWO_BYTES),

@@ -1,12 +1,10 @@
-"""What ranks that share a vocabulary send each other, and the chunks and budgets they agree on."""
+"""What ranks that share a vocabulary send each other, and how many logits each holds."""
 
 import functools
-import re
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from support import ranks
 from support.params import slow
 from support.vocabulary import UNEQUAL, H, K, Largest, Layout, N, inputs, watched_collectives
@@ -91,9 +89,8 @@ CALLS = {
 
 @functools.cache
 def results(world, triton=False):
-    cases = {name: functools.partial(sent, *call[:3]) for name, call in CALLS.items()} | OTHERS
-    if world == 4:  # takes long
-        del cases["Triton, budgets"]
+    cases = {name: functools.partial(sent, *call[:3]) for name, call in CALLS.items()}
+    cases["blocks"] = blocks
     return ranks.run({k: v for k, v in cases.items() if k.startswith("Triton") == triton}, world)
 
 
@@ -105,7 +102,7 @@ def test_the_collectives_are_those_of_the_docstring(name, world):
         assert found == CALLS[name][3](world)
 
 
-# ---- chunks and budgets -------------------------------------------------------------------------
+# ---- chunks -------------------------------------------------------------------------------------
 
 
 def blocks(rank):
@@ -124,65 +121,7 @@ def blocks(rank):
     return found
 
 
-def budgets(backend, two, rank):
-    """The loss and gradients under ``two`` budgets, and errors for too small or differing ones."""
-    rng = torch.Generator().manual_seed(0)
-    hidden = torch.randn(300, 24, generator=rng).bfloat16().requires_grad_()
-    weight = torch.randn(1500, 24, generator=rng).bfloat16().requires_grad_()
-    x = {
-        "hidden": hidden, "weight": weight, "labels": torch.arange(300),
-        "process_group": dist.group.WORLD,
-    }  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "SCRATCH_CPU", 0)
-        losses, grads = [], []
-        for budget in two:
-            loss = fused_ce(**x, backend=backend, memory_budget=budget).loss_sum
-            losses.append(float(loss.detach()))
-            grads.append(torch.autograd.grad(loss, (hidden, weight)))
-        small = ranks.error_of(functools.partial(fused_ce, **x, memory_budget=2**16))
-        other = ranks.error_of(functools.partial(fused_ce, **x, memory_budget=2**20 + rank))
-        patch.setenv("FUSEDCE_MEMORY_BUDGET", str(2**20 + rank))
-        of_environment = ranks.error_of(functools.partial(fused_ce, **x))
-        patch.delenv("FUSEDCE_MEMORY_BUDGET")
-        capped = functools.partial(fused_cross_entropy, **x, reduction="none", softcap=5.0)
-        least = re.search(r"at least (\d+) bytes", ranks.error_of(capped, memory_budget=1))
-        assert least is not None
-        capped(memory_budget=int(least[1])).sum().backward()  # has room, too
-        x["hidden"].grad = x["weight"].grad = None
-    torch.testing.assert_close(losses, losses[:1] * len(losses))
-    rows = slice(1500 * rank, 1500 * (rank + 1))
-    whole = weight.detach().repeat(dist.get_world_size(), 1)  # every rank has drawn the same
-    exact = [x.detach().double().requires_grad_() for x in (whole, hidden)]
-    logits = exact[1] @ exact[0].T
-    of_weight, of_hidden = torch.autograd.grad(
-        F.cross_entropy(logits, x["labels"], reduction="sum"), exact
-    )
-    for found in grads:  # of each way, within two roundings
-        for g, e in zip(found, (of_hidden, of_weight[rows]), strict=True):
-            assert (g.double() - e).norm() <= 2 * 2**-9 * e.norm()
-    return small, other, of_environment
-
-
-OTHERS = {
-    "blocks": blocks,
-    "budgets": functools.partial(budgets, "torch", (2**24, 2**19)),
-    "Triton, budgets": functools.partial(budgets, "triton", (2**24, 2**21)),
-}
-
-
 @WORLDS
 def test_only_a_block_of_logits_is_held(world):
     for training, evaluation in ranks.of(results(world), "blocks"):
         assert training == evaluation == 64
-
-
-@pytest.mark.parametrize(
-    ("world", "name"), [(2, "budgets"), (4, "budgets"), slow(2, "Triton, budgets")]
-)
-def test_a_budget_is_one_of_all_ranks(name, world):
-    of_ranks = ranks.of(results(world, name.startswith("Triton")), name)
-    for small, other, of_environment in of_ranks:
-        assert "ValueError: memory_budget must be at least" in small
-        assert "memory_budget must be the same on all ranks" in other
-        assert "memory_budget must be the same on all ranks" in of_environment
