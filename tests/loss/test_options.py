@@ -13,6 +13,7 @@ from support.oracle import by_token, summed
 from support.params import QUICK_ON_TORCH, slow
 
 from fusedce import fused_argmax, fused_ce, reference_ce
+from fusedce.backends import plan
 from fusedce.testing import NUMBERS, OPTIONS, Case, cases, check
 
 BACKENDS = ["torch", "triton"]
@@ -159,8 +160,9 @@ def test_one_class_has_no_gradient(backend, smoothing, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("with_terms", [False, slow(True)])
 @pytest.mark.parametrize("grad", [True, slow(False)])
-def test_argmax_comes_at_no_second_pass(backend, with_terms, grad):
+def test_argmax_comes_at_no_second_pass(monkeypatch, backend, with_terms, grad):
     """The argmax is right in training and evaluation, by chunks, tiles and blocks."""
+    monkeypatch.setattr(plan, "tile_classes", lambda *_: 100)
     hidden, weight, labels, bias = Case(
         (3, 8), 16, 600, torch.bfloat16, ignored=0.3, with_bias=True
     ).tensors()
