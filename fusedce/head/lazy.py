@@ -268,12 +268,15 @@ def _is_operand(t: Tensor, x: LazyLogits, func: Any) -> bool:
 
 
 def _meta_after(func: Any, x: LazyLogits, args: tuple[Any, ...], kwargs: Any) -> Any:
-    if func is aten.index.Tensor:  # the number of a mask's rows is found by indexing one class
+    """The result without data: shape and strides of the real operator."""
+    if func is aten.index.Tensor:
         if indexed_dims(args[0]) >= x.dim():
             return None
-        one = next(i for i in args[0] if i is not None).new_empty((1,))
-        shape = func(one.expand(*x.shape[:-1], 1), args[0]).shape[:-1]
-        return x.meta.new_empty((*shape, x.shape[-1]))
+        masks = (torch.bool, torch.uint8)  # how many rows they choose is in their data
+        args = [
+            [j for i in args[0] for j in (i.nonzero().unbind(1) if i is not None and i.dtype in masks
+                                          else (i,))]
+        ]  # fmt: skip
     return func(x.meta, *without_data(args), **kwargs)
 
 
