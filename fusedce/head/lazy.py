@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedce.head.linear_call import NO_TORCH_FUNCTION, Expr, Memory
-from fusedce.head.rules import RULES, indexed_dims
+from fusedce.head.rules import RULES, indexed_dims, is_mask
 
 T: Any = torch.Tensor
 _foreign = ContextVar("fusedce_foreign", default=False)  # another subclass converts results
@@ -272,11 +272,11 @@ def _meta_after(func: Any, x: LazyLogits, args: tuple[Any, ...], kwargs: Any) ->
     if func is aten.index.Tensor:
         if indexed_dims(args[0]) >= x.dim():
             return None
-        masks = (torch.bool, torch.uint8)  # how many rows they choose is in their data
-        args = [
-            [j for i in args[0] for j in (i.nonzero().unbind(1) if i is not None and i.dtype in masks
-                                          else (i,))]
-        ]  # fmt: skip
+        given: list[Tensor | None] = []
+        for index in args[0]:  # how many rows a mask chooses is in its data
+            masked = index is not None and is_mask(index)
+            given += index.nonzero().unbind(1) if masked else [index]
+        args = (given,)
     return func(x.meta, *without_data(args), **kwargs)
 
 
