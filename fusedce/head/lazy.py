@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedce.head.linear_call import NO_TORCH_FUNCTION, Expr, Memory
-from fusedce.head.rules import RULES, indexed_dims
+from fusedce.head.rules import RULES, indexed_dims, is_mask
 
 T: Any = torch.Tensor
 _foreign = ContextVar("fusedce_foreign", default=False)  # another subclass converts results
@@ -268,12 +268,15 @@ def _is_operand(t: Tensor, x: LazyLogits, func: Any) -> bool:
 
 
 def _meta_after(func: Any, x: LazyLogits, args: tuple[Any, ...], kwargs: Any) -> Any:
-    if func is aten.index.Tensor:  # the number of a mask's rows is found by indexing one class
+    """The result without data: shape and strides of the real operator."""
+    if func is aten.index.Tensor:
         if indexed_dims(args[0]) >= x.dim():
             return None
-        one = next(i for i in args[0] if i is not None).new_empty((1,))
-        shape = func(one.expand(*x.shape[:-1], 1), args[0]).shape[:-1]
-        return x.meta.new_empty((*shape, x.shape[-1]))
+        given: list[Tensor | None] = []
+        for index in args[0]:  # how many rows a mask chooses is in its data
+            masked = index is not None and is_mask(index)
+            given += index.nonzero().unbind(1) if masked else [index]
+        args = (given,)
     return func(x.meta, *without_data(args), **kwargs)
 
 

@@ -100,8 +100,12 @@ def _slice(
 
 def indexed_dims(indices: Sequence[Tensor | None]) -> int:
     """The number of dimensions that indices stand for: a mask stands for all of its own."""
-    masks = (torch.bool, torch.uint8)
-    return sum(i.dim() if i is not None and i.dtype in masks else 1 for i in indices)
+    return sum(1 if i is None or not is_mask(i) else i.dim() for i in indices)
+
+
+def is_mask(index: Tensor) -> bool:
+    """Whether an index says of each position if it is chosen."""
+    return index.dtype in (torch.bool, torch.uint8)
 
 
 def _index(p: LogitForm, after: Shape, indices: Any) -> LogitForm | None:

@@ -73,7 +73,11 @@ def fused_ce(
         chunk_tokens: positions whose logits are held at a time in training; ``None`` chooses.
         memory_budget: bytes that the call may hold beside its inputs and their gradients, not
             together with ``chunk_tokens``. ``None``: the environment variable
-            ``FUSEDCE_MEMORY_BUDGET``, else no limit.
+            ``FUSEDCE_MEMORY_BUDGET``; without that, on a GPU the logits of a quarter of the
+            positions or of 2,048, whichever is more (at 8,192 positions of Llama 3 8B 0.7 GiB in
+            all; Liger-Kernel holds 62 MiB and cut-cross-entropy 2 MiB there, in more time), on a
+            CPU 56 MiB. A large number takes all logits at once, the fastest way; a small one a
+            fourth product.
         backend: ``"triton"``, ``"torch"``, or ``None``: Triton on a GPU if 16 divides H.
         process_group: the ranks among which the rows of ``weight`` are split, where it is a local
             shard; a ``DTensor`` with ``Shard(0)`` says so by itself. See :mod:`fusedce.sharded`.

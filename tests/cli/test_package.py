@@ -82,6 +82,13 @@ def test_two_builds_are_the_same_bytes_and_leave_nothing_behind(tmp_path):
     assert not [name for name in named if "/tests" in name]
     assert f"fusedce-{fusedce.__version__}/fusedce/kernels/walk.py" in named
     names = zipfile.ZipFile(wheel).namelist()
+    of_index = (
+        zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("/METADATA"))).decode()
+    )
+    links = re.findall(r"\]\(([^)]+)\)", of_index.split("\n\n", 1)[1])
+    assert len(links) > 10
+    assert all(link.startswith("https://") for link in links)  # which are relative in the README
+    assert "https://raw.githubusercontent.com/fusedce/fusedce/main/docs/demo.png" in links
     assert {"fusedce/kernels/walk.py", "fusedce/py.typed"} <= set(names)
     assert {n.split("/")[0] for n in names} == {
         "fusedce", f"fusedce-{fusedce.__version__}.dist-info"

@@ -1,4 +1,4 @@
-"""The README: short, its snippets run as pasted, its links hold on a package index, too."""
+"""The README: short, its snippets run as pasted, its links lead somewhere."""
 
 import re
 from pathlib import Path
@@ -9,8 +9,6 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 LINKS = re.findall(r"\]\(([^)]+)\)", README)
-BLOB = re.compile(r"https://(?:github\.com|raw\.githubusercontent\.com)/fusedce/fusedce/"
-                  r"(?:blob/|tree/)?main/(.+)")  # fmt: skip
 
 
 def test_it_is_short_and_begins_with_what_to_run():
@@ -30,13 +28,5 @@ def test_a_snippet_runs_as_pasted_and_alone(number, printed, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_a_link_is_absolute_and_leads_somewhere(link):
-    assert link.startswith("https://")
-    in_repository = BLOB.fullmatch(link)
-    if in_repository:
-        assert (ROOT / in_repository[1]).exists()
-    elif link.startswith("https://fusedce.github.io/fusedce/"):
-        page = link.removeprefix("https://fusedce.github.io/fusedce/").strip("/") or "index"
-        assert any((ROOT / "docs").glob(f"{page}.*"))
-    else:
-        pytest.fail(f"{link} is neither in the repository nor on the site")
+def test_a_link_leads_to_a_file_of_the_repository(link):
+    assert (ROOT / link).exists()

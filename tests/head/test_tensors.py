@@ -28,8 +28,14 @@ def test_it_is_laid_out_as_real_ones():
         lambda z: z[:, 1:],
         lambda z: z.transpose(1, 2) * 2,
         lambda z: z[..., 3:9].unsqueeze(1).permute(3, 0, 1, 2),
+        lambda z: z[:, torch.tensor([4, 0])],
+        lambda z: z[torch.tensor([True, False, True])],
+        lambda z: z.transpose(1, 2)[torch.tensor([2, 0, 1])],
+        lambda z: z.transpose(1, 2)[torch.tensor([True, False, True])],
+        lambda z: z.movedim(2, 0)[:, torch.tensor([1, 0])],
     ):
         assert isinstance(step(z), LazyLogits)
+        torch.testing.assert_close(step(z).flatten() + 0, step(real).flatten())
         assert step(z).stride() == step(real).stride()
         assert step(z).is_contiguous() == step(real).is_contiguous()
     with pytest.raises(RuntimeError, match="view size is not compatible"):
