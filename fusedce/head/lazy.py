@@ -320,9 +320,9 @@ def _write(func: Any, schema: OpSchema, args: tuple[Any, ...], kwargs: dict[str,
 def _differentiated(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """``torch.autograd.grad``: a gradient of logits is returned as real numbers.
 
-    Logits among ``inputs`` are named by their edges of the graph. Code that runs in backward, such as
-    a checkpoint's second run, must see that logits are lazy, so torch functions are on there; and a
-    call with the logits themselves would come back here.
+    Logits among ``inputs`` are named by their edges of the graph. Code that runs in backward, such
+    as a checkpoint's second run, must see that logits are lazy, so torch functions are on there;
+    and a call with the logits themselves would come back here.
     """
     others = tree_leaves((outputs, args, kwargs))
     by_edges = not kwargs.get("materialize_grads") and not any(

@@ -12,6 +12,7 @@ from support.attacks import alike, same, same_loss
 from support.bounds import SAME_MODEL
 from support.heads import MODES, H, V, ce, plain_model, tokens
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fusedce import head_report, replace_loss_head
 from fusedce.head.lazy import LazyLogits
