@@ -49,8 +49,9 @@ def loss_and_grads(problem: Problem, wanted: Outputs) -> Summed:
     token_weight = problem.token_weight
     with device_guard(device):
         logits = torch.empty(N, width, dtype=torch.float32, device=device)
-        numbers = torch.empty(2 * N + 2, dtype=torch.float32, device=device)
-        losses, label_grads, factor, loss_sum = numbers.split_with_sizes([N, N, 1, 1])
+        losses, label_grads = torch.empty(2, N, dtype=torch.float32, device=device)
+        # What an operator returns shares no memory.
+        factor, loss_sum = (torch.empty((), dtype=torch.float32, device=device) for _ in range(2))
         n_valid = torch.empty((), dtype=torch.int64, device=device)
         grads = logits if dtype == torch.float32 else logits.view(dtype)  # (N, 2 * width)
         multiply(hidden, weight.t(), out=logits if width == V else logits[:, :V])
@@ -121,8 +122,7 @@ def loss_and_grads(problem: Problem, wanted: Outputs) -> Summed:
             BLOCK_H=block_h,
             num_warps=_WARPS,
         )
-        none = numbers[:0]
+        grads = (d_hidden, d_weight, None)
         return Summed(
-            loss_sum.view(()), n_valid, factor.view(()), none if d_hidden is None else d_hidden,
-            none if d_weight is None else d_weight, none,
-        )  # fmt: skip
+            loss_sum, n_valid, factor, *(losses.new_empty(0) if x is None else x for x in grads)
+        )

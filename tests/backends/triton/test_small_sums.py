@@ -113,3 +113,10 @@ def test_the_likeliest_classes_beside_a_smoothed_sum(dtype):
         given = {"label_smoothing": 0.2, "softcap": 5.0, "argmax_out": argmax}
         torch.testing.assert_close(tuple(small(*leaves, labels, **given)), tuple(alone))
         assert argmax.equal(best)
+
+
+@pytest.mark.parametrize("need", [BOTH, ("hidden",), ("weight",)], ids="+".join)
+def test_compiled(need):
+    """A compiled call goes by the operator, none of whose results may share memory."""
+    case = Case((8,), 16, 50, requires_grad=need, options=OPTIONS["all"])
+    check(torch.compile(small, backend="aot_eager", fullgraph=True), case)
