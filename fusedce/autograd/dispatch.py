@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from fusedce.autograd import sums, tokens
 from fusedce.backends import class_logits
 from fusedce.backends.choose import get_backend, resolve_backend
-from fusedce.contract.objective import Stats, fold_class_weight, with_expected_upstream
+from fusedce.contract.objective import Stats, fold_class_weight
 from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.contract.results import LossSum
 
@@ -48,8 +48,6 @@ def loss_sum(task: Task) -> tuple[LossSum, dict[str, Tensor]]:
         values = {name: getattr(stats, name).detach() for name in names}
         total = losses.sum(dtype=torch.float64).to(losses.dtype)
         return LossSum(total, stats.n_valid), values
-    if train and shard is None:  # (ranks might expect different factors)
-        problem = with_expected_upstream(problem)
     if monitored.argmax:
         wanted = wanted.replace(argmax=True)
     total, n_valid, argmax = sums.loss_sum(Task(problem, wanted, divergence, shard))

@@ -15,7 +15,7 @@ from fusedce.backends.shards import ALL_HERE
 from fusedce.contract.checks import check_choice, check_unsharded, checked, is_sharded
 from fusedce.contract.groups import local_of
 from fusedce.contract.labels import shift_labels
-from fusedce.contract.objective import expected, weights_and_count
+from fusedce.contract.objective import weights_and_count
 from fusedce.contract.problem import Problem, Task, acc_dtype
 from fusedce.loss.sharded_problem import LOSSES, SUM, agree
 
@@ -118,9 +118,8 @@ def _reduced(task: Task, reduction: str, counted: Problem) -> Tensor:
     """The sum of the losses, or their mean, divided by the labels and weights of ``counted``."""
     problem, dtype = task.problem, acc_dtype(task.problem.hidden.dtype)
     if reduction == "sum":
-        if torch.compiler.is_compiling() or expected() is None:  # no other factor is expected
-            one = problem.hidden.new_ones((), dtype=dtype)
-            task = task.replace(problem=problem.replace(expected_upstream=one))
+        one = problem.hidden.new_ones((), dtype=dtype)
+        task = task.replace(problem=problem.replace(expected_upstream=one))
         return dispatch.loss_sum(task)[0].loss_sum
     weights, count = weights_and_count(counted)
     # If all weights are 0, the mean is 0 / 0, as in torch; without a valid label it is 0.
