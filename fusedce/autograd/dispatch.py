@@ -64,7 +64,7 @@ def _by_tokens(task: Task, *, train: bool) -> bool:
     if shard is not None:
         return True
     if problem.label_smoothing:
-        return not (train and get_backend(problem.backend).sums_smoothing(problem))
+        return not (train and get_backend(problem.backend).sums_smoothing(problem, monitored))
     return not (train or (problem.is_plain_ce() and not any(monitored)))
 
 

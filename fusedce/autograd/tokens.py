@@ -21,7 +21,6 @@ from fusedce.autograd.sums import (
     check_upstream,
     in_eager_mode,
     keeps_saved_tensors,
-    needed_gradients,
 )
 from fusedce.backends import class_logits
 from fusedce.backends.choose import Backend, get_backend
@@ -165,7 +164,10 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save the task and the statistics for :func:`input_grads`."""
     _save(ctx, inputs, output)
-    ctx.wanted = needed_gradients(ctx, Problem)
+    # Not in backward: while a custom operator's runs, torch 2.13 shortens `needs_input_grad` for
+    # all threads.
+    needed: Any = Problem(*ctx.needs_input_grad[: len(Problem._fields)])
+    ctx.wanted = Outputs(hidden=needed.hidden, weight=needed.weight, bias=bool(needed.bias))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], *more: Tensor) -> None:

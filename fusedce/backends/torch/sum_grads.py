@@ -93,7 +93,7 @@ def _added(totals: list[Tensor], problem: Problem) -> Tensor:
     return torch.stack(totals).sum().to(dtype)
 
 
-def sums_smoothing(problem: Problem) -> bool:
+def sums_smoothing(problem: Problem, wanted: Outputs) -> bool:
     """Whether exponentials are unrounded and in one chunk's memory, so that a share comes off."""
     products = Products.of(problem.hidden)
     exact = products.gradients == products.acc
