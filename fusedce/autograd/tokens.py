@@ -12,7 +12,7 @@ several classes, beside a teacher; whole or sharded. Eager code runs them in one
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +37,25 @@ from fusedce.contract.checks import no_autocast
 from fusedce.contract.labels import used_tokens
 from fusedce.contract.objective import LogitGrad, Stats, token_losses
 from fusedce.contract.problem import Outputs, Problem, Shard, Task, acc_dtype, schema_of
+
+Part = TypeVar("Part", SavedStats, StatGrads)
+
+
+class Found(NamedTuple):
+    """What the statistics' operator returns, ``(0,)`` where not wanted; or gradients of these."""
+
+    nll: Any  # (N,); as the others (see `SavedStats`) a Tensor
+    lse: Any
+    entropy: Any
+    zmean: Any
+    z: Any
+    top: Any
+    n_valid: Any  # () int64
+    argmax: Any  # (N,) int64
+
+    def part(self, record: type[Part]) -> Part:
+        """The fields of ``record``."""
+        return record(*(getattr(self, name) for name in record._fields))
 
 
 def losses(task: Task) -> tuple[Tensor, Stats]:
@@ -65,11 +84,12 @@ def token_stats(task: Task) -> tuple[Stats, Tensor]:
     problem = task.problem
     if in_eager_mode(problem):
         inputs = problem.hidden, problem.weight, problem.bias
-        found = _Stats.apply(*inputs, task) if train else compute_stats(task)
+        results = _Stats.apply(*inputs, task) if train else compute_stats(task)
     else:
-        found = torch.ops.fusedce.stats(*task.flat())
-    nll, lses, entropy, zmean, z, _, n_valid, argmax = found
-    return Stats(nll, lses.to(nll.dtype), entropy, zmean, n_valid, argmax), z
+        results = torch.ops.fusedce.stats(*task.flat())
+    found = Found(*results)
+    lse = found.lse.to(found.nll.dtype)
+    return Stats(found.nll, lse, found.entropy, found.zmean, found.n_valid, found.argmax), found.z
 
 
 class _Stats(torch.autograd.Function):
@@ -86,7 +106,7 @@ class _Stats(torch.autograd.Function):
         found = compute_stats(task, kept)
         _save(ctx, task.flat(), found, *[] if kept is None else [kept])
         ctx.wanted = Outputs(*ctx.needs_input_grad[:3])
-        return found
+        return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
@@ -95,8 +115,8 @@ class _Stats(torch.autograd.Function):
         return hidden, weight, bias, None
 
 
-def compute_stats(task: Task, kept: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Statistics of the tokens: `SavedStats`, ``n_valid``, argmax; ``(0,)`` where not wanted.
+def compute_stats(task: Task, kept: Tensor | None = None) -> Found:
+    """Statistics of the tokens.
 
     ``kept``: memory for the logits, see `Backend.room_for_logits`.
     """
@@ -106,8 +126,9 @@ def compute_stats(task: Task, kept: Tensor | None = None) -> tuple[Tensor, ...]:
         if divergence is not None:
             check_divergence_budget(task)
             loss, n_valid, *_ = backend.divergence_and_grads(task.replace(wanted=Outputs()))
-            lse, *nothing = (loss.new_empty(0) for _ in range(5))
-            return loss, lse.double(), *nothing, n_valid, labels.new_empty(0, dtype=torch.int64)
+            lse, entropy, zmean, z, top = (loss.new_empty(0) for _ in range(5))
+            argmax = labels.new_empty(0, dtype=torch.int64)
+            return Found(loss, lse.double(), entropy, zmean, z, top, n_valid, argmax)
         problem = class_logits.subtract_fixed_bytes(problem, wanted, shard)
         z = problem.hidden.new_empty(0, dtype=acc_dtype(problem.hidden.dtype))
         if labels.dim() == 2:
@@ -122,7 +143,9 @@ def compute_stats(task: Task, kept: Tensor | None = None) -> tuple[Tensor, ...]:
         else:
             found = backend.token_stats(problem, wanted, to_fill)
         top = cast(Tensor, found.top) if _needs_top(problem, wanted) else z.new_empty(0)
-        return *found[:4], z, top, found.n_valid, argmax
+        return Found(
+            found.nll, found.lse, found.entropy, found.zmean, z, top, found.n_valid, argmax
+        )
 
 
 # ---- operators -----------------------------------------------------------------------------------
@@ -134,7 +157,7 @@ def compute_stats(task: Task, kept: Tensor | None = None) -> tuple[Tensor, ...]:
     schema=schema_of(f"({', '.join(['Tensor'] * 8)})", *Task.records()),
 )
 def _stats(*flat: Any) -> tuple[Tensor, ...]:
-    return compute_stats(Task.of(flat)[0])
+    return tuple(compute_stats(Task.of(flat)[0]))
 
 
 def _needs_top(problem: Problem, wanted: Outputs) -> bool:
@@ -158,44 +181,46 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
     z = nll.new_empty(problem.labels.shape if problem.labels.dim() == 2 else (0,))
     n_valid = problem.labels.new_empty((), dtype=torch.int64)
     argmax = problem.labels.new_empty((N if own and wanted.argmax else 0,), dtype=torch.int64)
-    return nll, lse, entropy, zmean, z, top, n_valid, argmax
+    return tuple(Found(nll, lse, entropy, zmean, z, top, n_valid, argmax))
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save the task and the statistics for :func:`input_grads`."""
-    _save(ctx, inputs, output)
+    _save(ctx, inputs, Found(*output))
     # Not in backward: while a custom operator's runs, torch 2.13 shortens `needs_input_grad` for
     # all threads.
     needed: Any = Problem(*ctx.needs_input_grad[: len(Problem._fields)])
     ctx.wanted = Outputs(hidden=needed.hidden, weight=needed.weight, bias=bool(needed.bias))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], *more: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], found: Found, *kept: Tensor) -> None:
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[5:])
-    ctx.at = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
-    ctx.options = tuple(None if isinstance(x, Tensor) else x for x in inputs)
-    ctx.save_for_backward(*(inputs[i] for i in ctx.at), *output[:6], *more)
+    ctx.mark_non_differentiable(found.top, found.n_valid, found.argmax)
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    ctx.options = tuple(_SAVED if isinstance(x, Tensor) else x for x in inputs)
+    ctx.save_for_backward(*tensors, *found.part(SavedStats), *kept)
+
+
+_SAVED = object()
+"""Stands for a tensor among the options."""
 
 
 def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], operator: Any) -> tuple[Any, ...]:
     """Gradients for the arguments of ``stats``; by ``operator``, or directly if it is ``None``."""
     nothing: list[Any] = [None] * len(ctx.options)
-    flat, saved = list(ctx.options), ctx.saved_tensors
-    for i, x in zip(ctx.at, saved, strict=False):
-        flat[i] = x
-    (task,) = Task.of(flat)
-    upstream, wanted = upstream[:5], ctx.wanted
-    if all(u is None for u in upstream) or not any(wanted):
+    saved, wanted = iter(ctx.saved_tensors), ctx.wanted
+    (task,) = Task.of([next(saved) if x is _SAVED else x for x in ctx.options])
+    values = SavedStats(*(next(saved) for _ in SavedStats._fields))
+    kept = next(saved, None)
+    grads = Found(*upstream).part(StatGrads)
+    if all(u is None for u in grads) or not any(wanted):
         return tuple(nothing)
     hidden, weight, bias = wanted.gradients()
     task = task.replace(wanted=task.wanted.replace(hidden=hidden, weight=weight, bias=bias))
-    at = len(ctx.at)
-    own, kept = saved[at : at + 6], saved[at + 6 :]
     if operator is None:
-        made = compute_grads(task, SavedStats(*own), StatGrads(*upstream), *kept)
+        made = compute_grads(task, values, grads, kept)
     else:
-        made = operator(*task.flat(*own, *StatGrads(*upstream)))
+        made = operator(*task.flat(*values, *grads))
     for name, grad in zip(("hidden", "weight", "bias"), made, strict=True):
         if getattr(wanted, name):
             nothing[Problem._fields.index(name)] = grad
