@@ -86,6 +86,8 @@ def upstream_of(
         beta = None if beta is None else beta * sharp
         gamma = None if gamma is None else gamma * sharp
     at_classes = None
+    if upstreams.z is None:  # the classes then have no entries of their own
+        classes = None
     if upstreams.z is not None and classes is not None:
         head, none = Projection.of(problem), classes < 0
         t = torch.ones_like(values.z, dtype=torch.float64)

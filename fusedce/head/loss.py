@@ -27,7 +27,7 @@ from fusedce.head.rules import LogitForm, form_of
 from fusedce.loss.cross_entropy import fused_cross_entropy
 from fusedce.loss.fused_ce import fused_ce
 from fusedce.loss.logprobs import fused_logprobs
-from fusedce.loss.sharded_problem import is_vocabulary_shard
+from fusedce.ranks.layout import is_vocabulary_shard
 from fusedce.recipes import token_scaled_loss
 
 Evaluated = tuple[Tensor, dict[LinearCall, list[Tensor]]]  # a loss, as a function of operands

@@ -137,8 +137,9 @@ def test_backward_by_tiles_with_options(on, small_tiles, arch, options):
 
 @ARCHS
 @TWO_BYTES
-def test_gradients_of_several_classes_of_a_token(on, small_tiles, arch, dtype):
-    """One of them twice, one ignored; in several tiles."""
+@pytest.mark.parametrize("through", ["logprob", "entropy", "lse"])
+def test_gradients_of_several_classes_of_a_token(on, small_tiles, arch, dtype, through):
+    """One of them twice, one ignored; in several tiles; through one output alone."""
     on(arch)
     hidden, weight, labels, _ = Case((24,), 72, 515, dtype).tensors()
     classes = (labels.clamp(min=0)[:, None] + torch.tensor([0, 7, 300, 7, 514])) % 515
@@ -147,7 +148,8 @@ def test_gradients_of_several_classes_of_a_token(on, small_tiles, arch, dtype):
 
     def gradients(function, *leaves, **options):
         stats = function(*leaves, classes, **options)
-        return torch.autograd.grad((factors * stats.logprob.double()).sum(), leaves)
+        out = getattr(stats, through).double().view(24, -1)
+        return torch.autograd.grad((factors[:, : out.shape[1]] * out).sum(), leaves)
 
     leaves = [x.requires_grad_() for x in (hidden, weight)]
     found = gradients(fusedce.fused_logprobs, *leaves, backend="triton")

@@ -1,5 +1,7 @@
 """fused_logprobs: values and gradients of one or several classes a token, and near p = 1."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,10 +28,14 @@ def several_classes(labels, V, K, ignore_index, rng):
     return classes.to(labels.dtype)
 
 
-def compare(case, backend, temperature=1.0, chunk_tokens=None, K=None):
+DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logit")
+
+
+def compare(case, backend, temperature=1.0, chunk_tokens=None, K=None, through=DIFFERENTIABLE):
     """Values and gradients under random upstream ones: at most twice the eager error in bf16.
 
-    ``temperature``: a number, or "each" for one a token.
+    ``temperature``: a number, or "each" for one a token. The loss is one of the outputs ``through``
+    alone.
     """
     hidden, weight, labels, bias = case.tensors()
     hidden = hidden.nan_to_num()  # eager looks at ignored rows too
@@ -57,7 +63,11 @@ def compare(case, backend, temperature=1.0, chunk_tokens=None, K=None):
             upstream = [torch.randn(x.shape, generator=rng) for x in values]
             for u in upstream:  # for a third of the tokens 0
                 u.view(-1)[::3] = 0
-        loss = sum((u.to(x.dtype) * x).sum() for u, x in zip(upstream, values, strict=True))
+        loss = sum(
+            (u.to(x.dtype) * x).sum()
+            for name, u, x in zip(DIFFERENTIABLE, upstream, values, strict=True)
+            if name in through
+        )
         return out, values, torch.autograd.grad(loss, leaves)
 
     ours, values, d_ours = run(
@@ -91,6 +101,17 @@ def compare(case, backend, temperature=1.0, chunk_tokens=None, K=None):
         taken = z.gather(-1, argmax.clamp(min=0)[..., None])[..., 0]
         least = z.amax(-1) - rounding * coldest * (1 + z.abs().amax(-1))
         assert (taken >= least)[where].all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("K", [None, 3])
+@pytest.mark.parametrize(
+    "through",
+    [some for n in range(1, 5) for some in itertools.combinations(DIFFERENTIABLE, n)],
+    ids="+".join,
+)
+def test_any_outputs_may_be_without_a_gradient(through, K, backend):
+    compare(Case((7,), 16, 37, ignored=0.3), backend, K=K, through=through)
 
 
 temperatures = st.sampled_from([1.0, 0.3, 2.0, "each"])
