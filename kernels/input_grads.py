@@ -6,7 +6,7 @@ of a row is far larger than the others; rounded to two bytes, it would make most
 :mod:`fusedce.kernels.softmax_grad` keeps this entry in float32, outside of the matrix and without
 the row's factor.
 `label_grad_kernel` adds the entries to the gradient of the head, `hidden_grad_kernel` to that of
-the hidden states, and `scale_kernel` multiplies a finished gradient by the factor that arrives in
+the hidden states, and `scale_kernel` multiplies finished gradients by the factor that arrives in
 backward.
 
 Entries of one class are added to one row of the head's gradient. They are sorted by class first (a
@@ -117,25 +117,51 @@ def hidden_grad_kernel(
 
 
 @triton.jit
-def scale_kernel(
-    x,  # (n,) any floating dtype, in place
-    g,  # () fp32
-    n,
-    BLOCK: tl.constexpr,
-):
-    """``x *= g``, where 0 stays 0; nothing is written where ``g`` is 1.
-
-    A program takes one block after another, so that few programs have to read the factor.
-    """
-    factor = tl.load(g).to(tl.float32)
-    if factor == 1.0:
-        return
-    # 0 times inf or NaN would be NaN. Two finite numbers make other values inf, or nearly so.
-    finite = factor - factor == 0
-    factor, again = tl.where(finite, factor, 3e38), tl.where(finite, 1.0, 3e38)
+def _scale(x, out, n, factor, again, BLOCK: tl.constexpr):
+    """``out = x * factor * again``, both ``(n,)``, in blocks that the programs take in turn."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     for start in range(first, tl.cast(n, tl.int64), tl.num_programs(0).to(tl.int64) * BLOCK):
         offs = start + tl.arange(0, BLOCK)
         mask = offs < n
         value = tl.load(x + offs, mask=mask, other=0.0).to(tl.float32)
-        tl.store(x + offs, (value * factor * again).to(x.dtype.element_ty), mask=mask)
+        tl.store(out + offs, (value * factor * again).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def scale_kernel(
+    x0,  # (n0,) any floating dtype, or None; so the two below
+    x1,
+    x2,
+    out0,  # (n0,) of the result's dtype, or None: in place, if the factor is not 1
+    out1,
+    out2,
+    n0,
+    n1,
+    n2,
+    g,  # () fp32
+    BLOCK: tl.constexpr,
+):
+    """Up to three gradients times ``g``, where 0 stays 0.
+
+    A program takes one block after another, so that few programs have to read the factor.
+    """
+    factor = tl.load(g).to(tl.float32)
+    changes = factor != 1.0
+    # 0 times inf or NaN would be NaN. Two finite numbers make other values inf, or nearly so.
+    finite = factor - factor == 0
+    factor, again = tl.where(finite, factor, 3e38), tl.where(finite, 1.0, 3e38)
+    if x0 is not None:
+        if out0 is not None:
+            _scale(x0, out0, n0, factor, again, BLOCK)
+        elif changes:
+            _scale(x0, x0, n0, factor, again, BLOCK)
+    if x1 is not None:
+        if out1 is not None:
+            _scale(x1, out1, n1, factor, again, BLOCK)
+        elif changes:
+            _scale(x1, x1, n1, factor, again, BLOCK)
+    if x2 is not None:
+        if out2 is not None:
+            _scale(x2, out2, n2, factor, again, BLOCK)
+        elif changes:
+            _scale(x2, x2, n2, factor, again, BLOCK)

@@ -189,7 +189,7 @@ def launches(arch: str) -> dict[str, Launch]:
             recorded(row._replace(two_bytes=two_bytes)) as made,
             mock.patch.object(launch, "tf32_allowed", lambda kind=kind: kind == "fp32 tf32"),
         ):
-            triton.scale_(inputs(dtype)[1].detach(), torch.tensor(0.5))
+            triton.scaled([x.detach() for x in inputs(dtype)[:2]], torch.tensor(0.5), dtype)
             names = [("", one) for one in made]
             for options, call, arguments, given in calls(dtype):
                 if gemm and call is not fusedce.fused_ce:

@@ -7,7 +7,7 @@ a divergence                          the same, with a gradient or without
 options or argmax without gradient    sum of the tokens' losses, from their statistics
 entropy or log-sum-exp monitored      the same
 label smoothing                       the same, unless exponentials are held in float32
-a sharded vocabulary                  the same
+statistics that ranks merge           the same
 ====================================  ===========================================================
 
 Label smoothing subtracts ``s / V`` from every probability. If they are nearly equal, little is left
@@ -22,66 +22,64 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fusedce.autograd import sums, tokens
+from fusedce.autograd.tokens import StatsOf
 from fusedce.backends import class_logits
 from fusedce.backends.choose import get_backend, resolve_backend
-from fusedce.contract.objective import Stats, fold_class_weight, with_expected_upstream
+from fusedce.contract.objective import Stats, fold_class_weight
 from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.contract.results import LossSum
 
 
-def loss_sum(task: Task) -> tuple[LossSum, dict[str, Tensor]]:
+def loss_sum(task: Task, stats_of: StatsOf | None = None) -> tuple[LossSum, dict[str, Tensor]]:
     """Sum of the losses and number of valid tokens; and by name the statistics that are wanted.
 
-    These are ``(N,)`` each, of `Stats`, without gradient.
+    These are ``(N,)`` each, of `Stats`, without gradient. ``stats_of`` computes them where they are
+    merged over ranks.
     """
     task = _prepared(task)
-    problem, monitored, divergence, shard = task
+    problem, monitored, *_ = task
     wanted = Outputs.of(problem)
     train = wanted.hidden or wanted.weight or wanted.bias
-    if _by_tokens(task, train=train):
+    if stats_of is not None or _by_tokens(task, train=train):
         if monitored.argmax and train:  # which may be written into the labels' memory
             task = task.replace(
                 problem=problem.replace(labels=problem.labels.clone())
             )  # for backward
-        losses, stats = tokens.losses(task)
+        losses, stats = tokens.losses(task, stats_of)
         names = [x for x in ("argmax", "lse", "entropy") if getattr(monitored, x)]
         values = {name: getattr(stats, name).detach() for name in names}
         total = losses.sum(dtype=torch.float64).to(losses.dtype)
         return LossSum(total, stats.n_valid), values
-    if train and shard is None:  # (ranks might expect different factors)
-        problem = with_expected_upstream(problem)
     if monitored.argmax:
         wanted = wanted.replace(argmax=True)
-    total, n_valid, argmax = sums.loss_sum(Task(problem, wanted, divergence, shard))
+    total, n_valid, argmax = sums.loss_sum(task.replace(wanted=wanted))
     return LossSum(total, n_valid), {} if argmax is None else {"argmax": argmax}
 
 
 def _by_tokens(task: Task, *, train: bool) -> bool:
     """Whether the sum is computed from the tokens' losses, whose gradients come in backward."""
-    problem, monitored, divergence, shard = task
+    problem, monitored, divergence, _ = task
     if monitored.lse or monitored.entropy:
         return True
     if divergence is not None:
         return False
-    if shard is not None:
-        return True
     if problem.label_smoothing:
-        return not (train and get_backend(problem.backend).sums_smoothing(problem))
+        return not (train and get_backend(problem.backend).sums_smoothing(problem, monitored))
     return not (train or (problem.is_plain_ce() and not any(monitored)))
 
 
-def token_losses(task: Task) -> Tensor:
+def token_losses(task: Task, stats_of: StatsOf | None = None) -> Tensor:
     """``(N,)`` losses, each with an upstream gradient of its own."""
-    return tokens.losses(_prepared(task))[0]
+    return tokens.losses(_prepared(task), stats_of)[0]
 
 
-def token_stats(task: Task) -> tuple[Tensor, Stats]:
+def token_stats(task: Task, stats_of: StatsOf | None = None) -> tuple[Tensor, Stats]:
     """Log-probabilities of the labels, ``(N,)`` or ``(N, K)``, and statistics of every token.
 
     0 at ignored labels. The likeliest of several classes is the token's label.
     """
     task = _prepared(task)
-    stats, z = tokens.token_stats(task)
+    stats, z = (stats_of or tokens.token_stats)(task)
     if task.problem.labels.dim() == 1:
         return -stats.nll, stats
     valid = task.problem.valid()
@@ -90,7 +88,7 @@ def token_stats(task: Task) -> tuple[Tensor, Stats]:
 
 
 def _prepared(task: Task) -> Task:
-    problem, wanted, divergence, shard = task
+    problem = task.problem
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         _refuse_forward_mode(problem)
     if problem.class_weight is not None:
@@ -98,7 +96,7 @@ def _prepared(task: Task) -> Task:
     backend = resolve_backend(problem.backend, problem.hidden)
     if backend != problem.backend:
         problem = problem.replace(backend=backend)
-    return Task(problem, wanted, divergence, shard)
+    return task.replace(problem=problem)
 
 
 def _refuse_forward_mode(problem: Problem) -> None:

@@ -11,22 +11,22 @@ exist from the end of the forward pass on, that of bfloat16 hidden states in twi
 saves the logits, ``N * V``, or computing them a second time: 2 of 8 ``N * V * H`` FLOPs, which
 :mod:`fusedce.autograd.tokens` pays, and keeps ``(N,)`` numbers instead.
 
-Eager code runs one ``torch.autograd.Function``. Compilers, modes and tensor subclasses see two
-operators instead, opaque nodes: one computes, the other attaches the gradients to the loss.
+One ``torch.autograd.Function`` serves everywhere: eager code calls it, and it is the Autograd
+kernel of the operator that compilers, modes and tensor subclasses see.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from fusedce.backends.choose import get_backend
 from fusedce.backends.gradients import Gradients, saved_grad_dtypes
 from fusedce.contract.problem import (
-    Outputs,
     Problem,
     Task,
     acc_dtype,
@@ -43,21 +43,14 @@ def loss_sum(task: Task) -> tuple[Tensor, Tensor, Tensor | None]:
     The sum is differentiable in the inputs whose gradient is wanted. The classes are something else
     where ``wanted`` does not name them.
     """
-    problem = task.problem
-    train = task.wanted.hidden or task.wanted.weight or task.wanted.bias  # (Dynamo before 2.9)
-    if in_eager_mode(problem):
-        if train:
-            found: tuple[Tensor, Tensor, Tensor | None] = _Sum.apply(
-                problem.hidden, problem.weight, problem.bias, task
-            )
-            return found
-        total, n_valid, argmax, *_ = compute(task)
-        return total, n_valid, argmax
-    with torch.no_grad():
-        total, n_valid, argmax, factor, *grads = torch.ops.fusedce.sum(*task.flat())
-    if train:
-        attached: tuple[Any, ...] = (total, factor, problem.hidden, problem.weight, problem.bias)
-        total = torch.ops.fusedce.attach(*attached, *grads, problem.backend)
+    problem, wanted, *_ = task
+    if not in_eager_mode(problem):
+        found = torch.ops.fusedce.sum(*task.flat())
+    elif wanted.hidden or wanted.weight or wanted.bias:  # (Dynamo before 2.9 cannot trace `any`)
+        found = _Sum.apply(problem.hidden, problem.weight, problem.bias, task, compute)
+    else:
+        found = compute(task)
+    total, n_valid, argmax, *_ = found
     return total, n_valid, argmax
 
 
@@ -80,47 +73,35 @@ _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
 class _Sum(torch.autograd.Function):
-    """The sum in eager mode."""
+    """The sum, differentiable in hidden, weight and bias."""
 
     @staticmethod
     def forward(  # (a setup_context of its own would cost 50 us of `inspect`)
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Task
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        task: Task,
+        run: Callable[[Task], Computed],
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        total, n_valid, argmax, *saved = compute(task)
+        total, n_valid, argmax, *saved = run(task)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in (n_valid, argmax) if x is not None))
         ctx.save_for_backward(*saved)
-        ours, backend = not keeps_saved_tensors(), str(task.problem.backend)
-        ctx.finish = Finish(task.wanted, hidden.dtype, backend, ours)
+        ctx.wanted, ctx.dtype = task.wanted.gradients(), hidden.dtype
+        ctx.backend, ctx.ours = str(task.problem.backend), not keeps_saved_tensors()
         return total, n_valid, argmax
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *_: None) -> tuple[Any, ...]:
+        """Multiply the saved gradients by ``upstream () / expected factor``."""
         if upstream is None:
-            return None, None, None, None
+            return None, None, None, None, None
         check_upstream(upstream)
-        return (*ctx.finish.gradients(ctx.saved_tensors, upstream), None)
-
-
-class Finish(NamedTuple):
-    """How backward turns saved gradients into those of the inputs."""
-
-    wanted: Outputs
-    dtype: torch.dtype  # of the inputs
-    backend: str
-    ours: bool  # the saved tensors cannot be a user's, so they may be written into
-
-    def gradients(self, saved: Sequence[Tensor], upstream: Tensor) -> list[Any]:
-        """Multiply the saved gradients by ``upstream () / expected factor``; may overwrite them.
-
-        Returns the gradients of hidden, weight and bias, ``None`` where not wanted.
-        """
-        factor, *grads = saved
-        ratio = upstream / factor
-        return [
-            _scaled(grad, ratio, self.backend, ours=self.ours).to(self.dtype) if wants else None
-            for grad, wants in zip(grads, self.wanted[:3], strict=True)
-        ]
+        factor, *grads = ctx.saved_tensors
+        kept = [grad for grad, wants in zip(grads, ctx.wanted, strict=True) if wants]
+        made = iter(_scaled(kept, upstream / factor, ctx.dtype, ctx.backend, ours=ctx.ours))
+        return *(next(made) if wants else None for wants in ctx.wanted), None, None
 
 
 def compute(task: Task) -> Computed:
@@ -149,18 +130,37 @@ def _compute(task: Task) -> Computed:
     return total, n_valid, argmax, *grads
 
 
-@torch.library.custom_op(
-    "fusedce::sum",
-    mutates_args=(),
-    schema=schema_of("(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", *Task.records()),
-)
+# ---- the operator --------------------------------------------------------------------------------
+
+_LIBRARY = torch.library.Library("fusedce", "FRAGMENT")
+_SCHEMA = schema_of("(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", *Task.records())
+_LIBRARY.define(f"sum{_SCHEMA}", tags=torch.Tag.pt2_compliant_tag)
+
+
 def _summed(*flat: Any) -> Computed:
     total, n_valid, argmax, *grads = compute(Task.of(flat)[0])
     argmax = n_valid.new_empty(0) if argmax is None else argmax
+    # Small ones may share memory, as an operator's results must not.
+    total, *grads = (x.clone() if x.numel() < 2 else x for x in (total, *grads))
     return total, n_valid, argmax, *(grads or (total.new_empty(0) for _ in range(4)))
 
 
-@_summed.register_fake
+def _with_autograd(*flat: Any) -> Computed:
+    """The operator where gradients may be recorded; the caller gets none that are kept."""
+    task: Task = Task.of(flat)[0]
+    if not (torch.is_grad_enabled() and any(task.wanted.gradients())):
+        return _below_autograd(task)
+    problem = task.problem
+    found = _Sum.apply(problem.hidden, problem.weight, problem.bias, task, _below_autograd)
+    return *found, *(found[0].detach().new_empty(0) for _ in range(4))
+
+
+def _below_autograd(task: Task) -> Computed:
+    with torch._C._AutoDispatchBelowAutograd():
+        return tuple(torch.ops.fusedce.sum(*task.flat()))
+
+
+@torch.library.register_fake("fusedce::sum", lib=_LIBRARY)
 def _(*flat: Any) -> Computed:
     problem, wanted, divergence, _ = Task.of(flat)[0]
     labels = problem.labels
@@ -173,55 +173,8 @@ def _(*flat: Any) -> Computed:
     return total, n_valid, argmax, torch.empty_like(total), *grads
 
 
-class Attached(NamedTuple):
-    """A loss and its gradients: arguments of the operator that puts them into one graph."""
-
-    loss_sum: Tensor  # ()
-    factor: Tensor  # (): the gradients are multiplied by it already
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    d_hidden: Tensor  # of the shape of hidden, or (0,); so the others
-    d_weight: Tensor
-    d_bias: Tensor
-    backend: str
-
-
-@torch.library.custom_op("fusedce::attach", mutates_args=(), schema=schema_of("Tensor", Attached))
-def _with_gradients(*flat: Any) -> Tensor:
-    return Attached(*flat).loss_sum.clone()
-
-
-@_with_gradients.register_fake
-def _(*flat: Any) -> Tensor:
-    return torch.empty_like(Attached(*flat).loss_sum)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    attached = Attached(*inputs)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(attached.factor, attached.d_hidden, attached.d_weight, attached.d_bias)
-    ctx.wanted, ctx.dtype = needed_gradients(ctx, Attached), attached.hidden.dtype
-    ctx.backend, ctx.ours = attached.backend, not keeps_saved_tensors()
-
-
-def _backward(ctx: Any, upstream: Tensor | None) -> tuple[Any, ...]:
-    nothing: Any = [None] * len(Attached._fields)
-    if upstream is None:
-        return tuple(nothing)
-    check_upstream(upstream)
-    factor, *grads = ctx.saved_tensors
-    given: list[Any] = [
-        _scaled(grad, upstream / factor, ctx.backend, ours=ctx.ours).to(ctx.dtype)
-        if wants
-        else None
-        for grad, wants in zip(grads, ctx.wanted.gradients(), strict=True)
-    ]
-    hidden, weight, bias = given
-    return tuple(Attached(*nothing)._replace(hidden=hidden, weight=weight, bias=bias))
-
-
-_with_gradients.register_autograd(_backward, setup_context=_setup_context)
+_LIBRARY.impl("sum", _disable_dynamo(_summed), "CompositeExplicitAutograd")
+_LIBRARY.impl("sum", _disable_dynamo(_with_autograd), "Autograd")
 
 
 def keeps_saved_tensors() -> bool:
@@ -233,32 +186,20 @@ def keeps_saved_tensors() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def _scaled(grad: Tensor, factor: Tensor, backend: str, *, ours: bool) -> Tensor:
-    """``grad * factor``, in place where ``grad`` is not read again.
+def _scaled(
+    grads: list[Tensor], factor: Tensor, dtype: torch.dtype, backend: str, *, ours: bool
+) -> list[Tensor]:
+    """``grad * factor`` in ``dtype`` for each of ``grads``, in place where they are not read again.
 
-    Without ``retain_graph`` the saved gradient may be overwritten, which saves a second buffer of
-    the weight's size. With it, the next backward must find the gradient as it is; and a compiler
-    that traces this function (with tensor subclasses) must see a pure function.
+    Without ``retain_graph`` the saved gradients may be overwritten, which saves a second buffer of
+    the weight's size. With it, the next backward must find the gradients as they are; and a
+    compiler that traces this function (with tensor subclasses) must see a pure function.
     """
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
-    if not ours or type(grad) is not Tensor or keep:
-        product = (grad.to(factor.dtype) * factor).to(grad.dtype)
-        return product.masked_fill(grad == 0, 0)  # of a factor of inf, without a valid token
-    get_backend(backend).scale_(grad, factor)
-    return grad
-
-
-# ---- of both kinds of operators ------------------------------------------------------------------
-
-
-def needed_gradients(ctx: Any, record: Any) -> Outputs:
-    """Gradients that the graph will ask of an operator; to be asked in its ``setup_context``.
-
-    ``record`` is the tuple of the operator's first arguments. Later is too late: while a custom
-    operator's backward pass runs, torch 2.13 shortens ``ctx.needs_input_grad`` for all threads.
-    """
-    needed = record(*ctx.needs_input_grad[: len(record._fields)])
-    return Outputs(hidden=needed.hidden, weight=needed.weight, bias=bool(needed.bias))
+    if ours and not keep and all(type(grad) is Tensor for grad in grads):
+        return get_backend(backend).scaled(grads, factor, dtype)
+    # Not the 0 of a factor of inf, without a valid token: 0 * inf.
+    return [(grad.to(factor.dtype) * factor).masked_fill(grad == 0, 0).to(dtype) for grad in grads]
 
 
 def check_upstream(*upstream: Tensor | None) -> None:

@@ -5,14 +5,14 @@ upstream factor. Here each token has its own factors, which are known only in ba
 the logits a second time, unless they are so few that forward keeps them.
 
 :func:`compute_stats` and its derivative :func:`compute_grads` serve every loss: of labels, of
-several classes, beside a teacher; whole or sharded. Eager code runs them in one
-``torch.autograd.Function``; compilers, modes and tensor subclasses see an operator of each.
+several classes, beside a teacher. Eager code runs them in one ``torch.autograd.Function``;
+compilers, modes and tensor subclasses see an operator of each.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,36 +21,55 @@ from fusedce.autograd.sums import (
     check_upstream,
     in_eager_mode,
     keeps_saved_tensors,
-    needed_gradients,
 )
 from fusedce.backends import class_logits
-from fusedce.backends.choose import Backend, get_backend
-from fusedce.backends.gradients import Dtypes, Gradients, check_divergence_budget, input_dtypes
-from fusedce.backends.shards import (
-    all_reduce,
-    entropy_of,
-    label_and_others,
-    nll_and_lse,
-    of_ranks,
-)
+from fusedce.backends.choose import get_backend
+from fusedce.backends.gradients import Gradients, check_divergence_budget, input_dtypes
+from fusedce.backends.shards import all_reduce
 from fusedce.backends.upstream import SavedStats, StatGrads, upstream_of
 from fusedce.contract.checks import no_autocast
-from fusedce.contract.labels import used_tokens
-from fusedce.contract.objective import LogitGrad, Stats, token_losses
-from fusedce.contract.problem import Outputs, Problem, Shard, Task, acc_dtype, schema_of
+from fusedce.contract.groups import group_named
+from fusedce.contract.objective import Stats, token_losses
+from fusedce.contract.problem import Outputs, Problem, Task, acc_dtype, schema_of
+
+StatsOf = Callable[[Task], tuple[Stats, Tensor]]
+"""As :func:`token_stats`."""
+
+Part = TypeVar("Part", SavedStats, StatGrads)
 
 
-def losses(task: Task) -> tuple[Tensor, Stats]:
-    """``(N,)`` losses, fp32 or fp64, 0 at ignored positions; and the tokens' statistics."""
-    problem, wanted = task.problem, task.wanted
+class Found(NamedTuple):
+    """What the statistics' operator returns, ``(0,)`` where not wanted; or gradients of these."""
+
+    nll: Any  # (N,); as the others (see `SavedStats`) a Tensor
+    lse: Any
+    entropy: Any
+    zmean: Any
+    z: Any
+    top: Any
+    n_valid: Any  # () int64
+    argmax: Any  # (N,) int64
+
+    def part(self, record: type[Part]) -> Part:
+        """The fields of ``record``."""
+        return record(*(getattr(self, name) for name in record._fields))
+
+
+def losses(task: Task, stats_of: StatsOf | None = None) -> tuple[Tensor, Stats]:
+    """``(N,)`` losses, fp32 or fp64, 0 at ignored positions; and the tokens' statistics.
+
+    ``stats_of`` computes these where not :func:`token_stats` does.
+    """
+    problem, wanted, stats_of = task.problem, task.wanted, stats_of or token_stats
     if task.divergence is not None:
         stats, _ = token_stats(task)
         return stats.nll, stats
     smoothing = problem.label_smoothing > 0
     lse = wanted.lse or not problem.is_nll_only()
-    stats, _ = token_stats(task.replace(wanted=wanted.replace(lse=lse, zmean=smoothing)))
-    V = problem.weight.shape[0] if task.shard is None else task.shard.V
-    y = problem.labels.long().clamp(0, V - 1)
+    stats, _ = stats_of(task.replace(wanted=wanted.replace(lse=lse, zmean=smoothing)))
+    c = problem.class_weight
+    y = problem.labels.long()
+    y = y if c is None else y.clamp(0, c.shape[0] - 1)
     lost = token_losses(problem, y, stats.nll, stats.lse, stats.zmean if smoothing else None)
     # Weights of ignored positions, and of the class their label was clamped to, may be anything.
     return lost.masked_fill(~problem.valid(), 0), stats
@@ -66,11 +85,15 @@ def token_stats(task: Task) -> tuple[Stats, Tensor]:
     problem = task.problem
     if in_eager_mode(problem):
         inputs = problem.hidden, problem.weight, problem.bias
-        found = _Stats.apply(*inputs, task) if train else compute_stats(task)
+        results = _Stats.apply(*inputs, task) if train else compute_stats(task)
     else:
-        found = torch.ops.fusedce.stats(*task.flat())
-    nll, lses, entropy, zmean, z, _, n_valid, argmax = found
-    return Stats(nll, lses.to(nll.dtype), entropy, zmean, n_valid, argmax), z
+        results = torch.ops.fusedce.stats(*task.flat())
+    found = Found(*results)
+    lse = found.lse.to(found.nll.dtype)
+    stats = Stats(
+        found.nll, lse, found.entropy, found.zmean, found.n_valid, found.argmax, found.top
+    )
+    return stats, found.z
 
 
 class _Stats(torch.autograd.Function):
@@ -82,12 +105,14 @@ class _Stats(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         kept = None
         # (A checkpoint's two runs must save the same; other hooks may hold what they are given.)
-        if task.divergence is None and task.shard is None and not keeps_saved_tensors():
-            kept = get_backend(task.problem.backend).room_for_logits(task.problem)
+        problem = task.problem
+        whole = task.divergence is None and problem.reduce_over is None
+        if whole and not keeps_saved_tensors():
+            kept = get_backend(problem.backend).room_for_logits(problem)
         found = compute_stats(task, kept)
         _save(ctx, task.flat(), found, *[] if kept is None else [kept])
         ctx.wanted = Outputs(*ctx.needs_input_grad[:3])
-        return found
+        return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
@@ -96,34 +121,51 @@ class _Stats(torch.autograd.Function):
         return hidden, weight, bias, None
 
 
-def compute_stats(task: Task, kept: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Statistics of the tokens: `SavedStats`, ``n_valid``, argmax; ``(0,)`` where not wanted.
+def compute_stats(task: Task, kept: Tensor | None = None) -> Found:
+    """Statistics of the tokens.
 
     ``kept``: memory for the logits, see `Backend.room_for_logits`.
     """
-    problem, wanted, divergence, shard = task
+    problem, wanted, divergence, _ = task
     labels, backend = problem.labels, get_backend(problem.backend)
     with torch.no_grad(), no_autocast(problem.hidden.device):
         if divergence is not None:
             check_divergence_budget(task)
             loss, n_valid, *_ = backend.divergence_and_grads(task.replace(wanted=Outputs()))
-            lse, *nothing = (loss.new_empty(0) for _ in range(5))
-            return loss, lse.double(), *nothing, n_valid, labels.new_empty(0, dtype=torch.int64)
-        problem = class_logits.subtract_fixed_bytes(problem, wanted, shard)
+            lse, entropy, zmean, z, top = (loss.new_empty(0) for _ in range(5))
+            argmax = labels.new_empty(0, dtype=torch.int64)
+            return Found(loss, lse.double(), entropy, zmean, z, top, n_valid, argmax)
+        problem = class_logits.subtract_fixed_bytes(problem, wanted)
         z = problem.hidden.new_empty(0, dtype=acc_dtype(problem.hidden.dtype))
         if labels.dim() == 2:
-            z = class_logits.logits_of_classes(problem, shard)
+            z = class_logits.chosen_logits(problem, labels)
             problem = class_logits.one_class(problem, z)
         argmax = labels.new_empty(len(labels) if wanted.argmax else 0, dtype=torch.int64)
         to_fill = argmax if wanted.argmax else None
-        if shard is not None:
-            found = ShardedBackend(backend, shard).token_stats(problem, wanted, to_fill)
+        if not problem.weight.shape[0]:
+            found = _without_classes(problem, wanted, to_fill)
         elif kept is not None:
             found = backend.token_stats(problem, wanted, to_fill, kept)
         else:
             found = backend.token_stats(problem, wanted, to_fill)
         top = cast(Tensor, found.top) if _needs_top(problem, wanted) else z.new_empty(0)
-        return *found[:4], z, top, found.n_valid, argmax
+        nll, lse, entropy, zmean, n_valid, *_ = found
+        if problem.reduce_over is not None:  # of a part of the classes: merged in float64
+            nll, entropy, zmean = nll.double(), entropy.double(), zmean.double()
+        return Found(nll, lse, entropy, zmean, z, top, n_valid, argmax)
+
+
+def _without_classes(problem: Problem, wanted: Outputs, argmax: Tensor | None) -> Stats:
+    """Statistics of a rank without classes, which no other rank reads."""
+    if argmax is not None:
+        argmax.zero_()
+    N, new = problem.labels.shape[0], problem.hidden.new_zeros
+    nll, lse, entropy, zmean, top = (  # (one tensor for all would be one output of the operator)
+        new(N if x else 0, dtype=torch.float64)
+        for x in (True, True, wanted.entropy, wanted.zmean, True)
+    )
+    top.fill_(-torch.inf)
+    return Stats(nll, lse, entropy, zmean, problem.valid().sum(), argmax, top)
 
 
 # ---- operators -----------------------------------------------------------------------------------
@@ -135,12 +177,16 @@ def compute_stats(task: Task, kept: Tensor | None = None) -> tuple[Tensor, ...]:
     schema=schema_of(f"({', '.join(['Tensor'] * 8)})", *Task.records()),
 )
 def _stats(*flat: Any) -> tuple[Tensor, ...]:
-    return compute_stats(Task.of(flat)[0])
+    return tuple(compute_stats(Task.of(flat)[0]))
 
 
 def _needs_top(problem: Problem, wanted: Outputs) -> bool:
-    """Whether backward's logits may differ in the last bits, so that it needs the largest one."""
-    return wanted.lse and problem.by_triton()
+    """Whether backward's logits may differ in the last bits, so that it needs the largest one.
+
+    Merging the ranks' argmax needs it, too.
+    """
+    merged = problem.reduce_over is not None and wanted.argmax
+    return merged or (wanted.lse and problem.by_triton())
 
 
 @_stats.register_fake
@@ -155,45 +201,52 @@ def _(*flat: Any) -> tuple[Tensor, ...]:
             own and _needs_top(problem, wanted),
         )
     )  # fmt: skip
-    lse = lse.double()
     z = nll.new_empty(problem.labels.shape if problem.labels.dim() == 2 else (0,))
+    lse = lse.double()
+    if problem.reduce_over is not None:
+        nll, entropy, zmean = nll.double(), entropy.double(), zmean.double()
     n_valid = problem.labels.new_empty((), dtype=torch.int64)
     argmax = problem.labels.new_empty((N if own and wanted.argmax else 0,), dtype=torch.int64)
-    return nll, lse, entropy, zmean, z, top, n_valid, argmax
+    return tuple(Found(nll, lse, entropy, zmean, z, top, n_valid, argmax))
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save the task and the statistics for :func:`input_grads`."""
-    _save(ctx, inputs, output)
-    ctx.wanted = needed_gradients(ctx, Problem)
+    _save(ctx, inputs, Found(*output))
+    # Not in backward: while a custom operator's runs, torch 2.13 shortens `needs_input_grad` for
+    # all threads.
+    needed: Any = Problem(*ctx.needs_input_grad[: len(Problem._fields)])
+    ctx.wanted = Outputs(hidden=needed.hidden, weight=needed.weight, bias=bool(needed.bias))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], *more: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], found: Found, *kept: Tensor) -> None:
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[5:])
-    ctx.at = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
-    ctx.options = tuple(None if isinstance(x, Tensor) else x for x in inputs)
-    ctx.save_for_backward(*(inputs[i] for i in ctx.at), *output[:6], *more)
+    ctx.mark_non_differentiable(found.top, found.n_valid, found.argmax)
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    ctx.options = tuple(_SAVED if isinstance(x, Tensor) else x for x in inputs)
+    ctx.save_for_backward(*tensors, *found.part(SavedStats), *kept)
+
+
+_SAVED = object()
+"""Stands for a tensor among the options."""
 
 
 def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], operator: Any) -> tuple[Any, ...]:
     """Gradients for the arguments of ``stats``; by ``operator``, or directly if it is ``None``."""
     nothing: list[Any] = [None] * len(ctx.options)
-    flat, saved = list(ctx.options), ctx.saved_tensors
-    for i, x in zip(ctx.at, saved, strict=False):
-        flat[i] = x
-    (task,) = Task.of(flat)
-    upstream, wanted = upstream[:5], ctx.wanted
-    if all(u is None for u in upstream) or not any(wanted):
+    saved, wanted = iter(ctx.saved_tensors), ctx.wanted
+    (task,) = Task.of([next(saved) if x is _SAVED else x for x in ctx.options])
+    values = SavedStats(*(next(saved) for _ in SavedStats._fields))
+    kept = next(saved, None)
+    grads = Found(*upstream).part(StatGrads)
+    if all(u is None for u in grads) or not any(wanted):
         return tuple(nothing)
     hidden, weight, bias = wanted.gradients()
     task = task.replace(wanted=task.wanted.replace(hidden=hidden, weight=weight, bias=bias))
-    at = len(ctx.at)
-    own, kept = saved[at : at + 6], saved[at + 6 :]
     if operator is None:
-        made = compute_grads(task, SavedStats(*own), StatGrads(*upstream), *kept)
+        made = compute_grads(task, values, grads, kept)
     else:
-        made = operator(*task.flat(*own, *StatGrads(*upstream)))
+        made = operator(*task.flat(*values, *grads))
     for name, grad in zip(("hidden", "weight", "bias"), made, strict=True):
         if getattr(wanted, name):
             nothing[Problem._fields.index(name)] = grad
@@ -212,26 +265,33 @@ def compute_grads(
     task: Task, values: SavedStats, upstreams: StatGrads, kept: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias, ``(0,)`` where not wanted."""
-    problem, wanted, divergence, shard = task
+    problem, wanted, divergence, _ = task
     backend, dtype = get_backend(problem.backend), problem.hidden.dtype
     with torch.no_grad(), no_autocast(problem.hidden.device):
         if divergence is not None:
-            made = backend.divergence_and_grads(
-                task.replace(problem=_weighed(problem, upstreams.nll))
-            )
-            d_hidden, d_weight, d_bias = (x.to(dtype) for x in made[3:])
+            weighed = task.replace(problem=_weighed(problem, upstreams.nll))
+            _, _, _, *grads = backend.divergence_and_grads(weighed)
+            d_hidden, d_weight, d_bias = (x.to(dtype) for x in grads)
             return d_hidden, d_weight, d_bias
-        V, classes = len(problem.weight) if shard is None else shard.V, None
-        problem = class_logits.subtract_fixed_bytes(problem, wanted, shard)
-        if problem.labels.dim() == 2:
-            valid, classes = class_logits.in_range(problem, problem.labels, V)
-            classes = classes.masked_fill(~valid, -1)
-            problem = class_logits.one_class(problem, values.z)
-        upstream = upstream_of(problem, values, upstreams, V=V, classes=classes)
-        given = problem, wanted, values.lse, upstream, input_dtypes(problem)
-        if shard is not None:
-            return ShardedBackend(backend, shard).token_grads(*given)
-        return backend.token_grads(*given) if kept is None else backend.token_grads(*given, kept)
+        V, classes, dtypes = problem.weight.shape[0], None, input_dtypes(problem)
+        group = None if problem.reduce_over is None else group_named(problem.reduce_over)
+        if group is not None:
+            dtypes = dtypes._replace(hidden=acc_dtype(dtype))
+        if not V:  # (Not like hidden: a collective sends memory as it lies.)
+            made = Gradients(problem, wanted, dtypes=dtypes, chunks=0, by_tiles=True).cast_out()
+        else:
+            problem = class_logits.subtract_fixed_bytes(problem, wanted)
+            if problem.labels.dim() == 2:
+                valid, classes = class_logits.in_range(problem, problem.labels, V)
+                classes = classes.masked_fill(~valid, -1)
+                problem = class_logits.one_class(problem, values.z)
+            upstream = upstream_of(problem, values, upstreams, V=V, classes=classes)
+            more = () if kept is None else (kept,)
+            made = backend.token_grads(problem, wanted, values.lse, upstream, dtypes, *more)
+        d_hidden, d_weight, d_bias = made
+        if group is not None and wanted.hidden:
+            all_reduce(d_hidden, group)
+        return d_hidden.to(dtype), d_weight, d_bias
 
 
 @torch.library.custom_op(
@@ -258,111 +318,3 @@ def _weighed(problem: Problem, upstream: Tensor | None) -> Problem:
 def _(*flat: Any) -> tuple[Tensor, ...]:
     problem, wanted, _, _ = Task.of(flat, SavedStats, StatGrads)[0]
     return Gradients(problem, wanted, dtypes=input_dtypes(problem), chunks=1).cast_out()
-
-
-# ---- over the classes of all ranks --------------------------------------------------------------
-#
-# Each rank gives the backend its own rows as a vocabulary of their own. A token whose label lies on
-# another rank gets label 0 for the statistics, of which only the log-sum-exp of all classes is then
-# used; for the gradients it gets no label. The ranks exchange a few numbers per token. In backward
-# each rank computes the logits of its classes again, and one all-reduce adds up ``d_hidden``.
-
-
-class ShardedBackend(NamedTuple):
-    """`token_stats` and `token_grads` over all ranks' classes; label indices are global."""
-
-    backend: Backend
-    shard: Shard
-
-    def token_stats(self, problem: Problem, wanted: Outputs, argmax: Tensor | None) -> Stats:
-        """Statistics over all ranks' classes, equal on all ranks.
-
-        Collectives: one all-gather of float64 numbers a token: two, one more each for entropy and
-        mean logit, two more for argmax.
-        """
-        V, acc = self.shard.V, acc_dtype(problem.hidden.dtype)
-        used, n_valid = used_tokens(problem, V)
-        mine, top = self._of_here(problem, wanted, used)
-        others, z_labels, *more = of_ranks(mine, self.shard)  # (ranks, N) each
-        known = (problem.labels >= 0) & (problem.labels < V)
-        nll, lse = nll_and_lse(others.logsumexp(0), z_labels, known)
-        total = torch.logaddexp(others, z_labels)  # of each shard
-        entropy = entropy_of(total, lse, more.pop(0)) if wanted.entropy else None
-        zmean = more.pop(0).sum(0) / V if wanted.zmean else None
-        if argmax is not None:
-            tops, classes = more
-            likeliest = classes.gather(0, tops.argmax(0, keepdim=True))[0].long()
-            argmax.copy_(likeliest.masked_fill_(~used, -1))
-
-        def rounded(x: Tensor | None) -> Tensor:
-            return nll.new_empty(0, dtype=acc) if x is None else x.to(acc).masked_fill(~used, 0)
-
-        lse = lse.masked_fill(~used, 0) if wanted.lse else lse[:0]
-        return Stats(rounded(nll), lse, rounded(entropy), rounded(zmean), n_valid, argmax, top)
-
-    def _of_here(
-        self, problem: Problem, wanted: Outputs, used: Tensor
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """Numbers for the other ranks, ``(N,)`` float64 each; and the largest logit here.
-
-        These are the log-sum-exp of the logits but the label's, the label's logit where it lies
-        here, entropy, sum of the logits, the largest logit and its class.
-        """
-        V, N, device = len(problem.weight), len(used), used.device
-        nowhere = torch.full((N,), -math.inf, dtype=torch.float64, device=device)
-        if not V:
-            none = torch.zeros_like(nowhere)
-            more = [none] * (wanted.entropy + wanted.zmean)
-            return [nowhere, nowhere, *more, *[nowhere, none][: 2 * wanted.argmax]], none.float()
-        local, here = self._local(problem, used, elsewhere=0)
-        argmax = torch.empty(N, dtype=torch.int64, device=device) if wanted.argmax else None
-        found = self.backend.token_stats(local, wanted.replace(lse=True), argmax)
-        z, others = label_and_others(found.nll, found.lse)
-        mine = [torch.where(here, others, found.lse.double()), torch.where(here, z, nowhere)]
-        if wanted.entropy:
-            mine.append(found.entropy.double())
-        if wanted.zmean:
-            mine.append(found.zmean.double() * V)
-        if argmax is not None and found.top is not None:
-            mine += [found.top.double(), (argmax + self.shard.first).double()]
-        return mine, found.top
-
-    def token_grads(
-        self, problem: Problem, wanted: Outputs, lse: Tensor, upstream: LogitGrad, dtypes: Dtypes
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of this rank's inputs.
-
-        Collectives: one all-reduce of ``(N, H)`` in float32, if that of hidden is wanted.
-        """
-        dtype, V = dtypes.hidden, len(problem.weight)
-        dtypes = dtypes._replace(hidden=acc_dtype(problem.hidden.dtype))
-        if V:
-            local, _ = self._local(problem, problem.valid() & upstream.used, elsewhere=V)
-            if upstream.classes is not None:
-                classes = upstream.classes - self.shard.first
-                classes = classes.masked_fill((classes < 0) | (upstream.classes < 0), -1)
-                upstream = upstream._replace(classes=classes)
-            made = self.backend.token_grads(local, wanted, lse, upstream, dtypes)
-        else:
-            # (Not like hidden: a collective sends memory as it lies.)
-            grads = Gradients(problem, wanted, dtypes=dtypes, chunks=0, by_tiles=True)
-            made = grads.cast_out()
-        d_hidden, d_weight, d_bias = made
-        if wanted.hidden:
-            all_reduce(d_hidden, self.shard.group)
-        return d_hidden.to(dtype), d_weight, d_bias
-
-    def _local(self, problem: Problem, used: Tensor, *, elsewhere: int) -> tuple[Problem, Tensor]:
-        """The tokens ``used (N,)`` over the classes here; and where labels lie here, ``(N,)``.
-
-        ``elsewhere`` is the label of a token whose own lies on another rank.
-        """
-        V, c = len(problem.weight), problem.class_weight
-        y = problem.labels.long() - self.shard.first
-        here = (y >= 0) & (y < V)
-        return problem.replace(
-            labels=torch.where(here, y, elsewhere).masked_fill_(~used, -100),
-            ignore_index=-100,
-            token_weight=None,
-            class_weight=None if c is None else c[self.shard.first : self.shard.first + V],
-        ), here

@@ -35,7 +35,7 @@ class Backend(Protocol):
     def loss_and_grads(self, task: Task, argmax: Tensor | None) -> Summed:
         """The sum and its wanted gradients, without shards; label smoothing if `sums_smoothing`."""
 
-    def sums_smoothing(self, problem: Problem) -> bool:
+    def sums_smoothing(self, problem: Problem, wanted: Outputs) -> bool:
         """Whether `loss_and_grads` computes the label smoothing of this problem."""
 
     def room_for_logits(self, problem: Problem) -> Tensor | None:
@@ -60,8 +60,11 @@ class Backend(Protocol):
     def divergence_and_grads(self, task: Task) -> Summed:
         """Losses ``(N,)`` against a teacher; gradients as above."""
 
-    def scale_(self, x: Tensor, factor: Tensor) -> None:
-        """``x *= factor``, a 0-d tensor, in place; 0 stays 0, and nothing is written for 1."""
+    def scaled(self, grads: list[Tensor], factor: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """Each of ``grads`` times ``factor ()``, in ``dtype``; may overwrite them.
+
+        The product is rounded once; 0 stays 0, whatever the factor.
+        """
 
 
 def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:

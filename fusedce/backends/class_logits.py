@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import check_budget, sizes_of
-from fusedce.backends.shards import all_reduce, sharded_sizes
 from fusedce.contract.labels import used_tokens
-from fusedce.contract.problem import Outputs, Problem, Projection, Shard, acc_dtype
+from fusedce.contract.problem import Outputs, Problem, Projection
 
 _BUDGET = 64 * 2**20  # bytes that are held at a time, at most
 _LEAST = 2**18  # bytes that are held at a time under the smallest budget
@@ -69,23 +68,24 @@ def one_class(problem: Problem, z: Tensor) -> Problem:
     return problem.replace(labels=problem.labels.gather(1, best)[:, 0])
 
 
-def subtract_fixed_bytes(problem: Problem, wanted: Outputs, shard: Shard | None) -> Problem:
-    """The problem, its budget less what ``labels (N, K)`` and gathered tokens hold.
+def held_bytes(labels: Tensor) -> int:
+    """Bytes that are held for ``labels (N, K)`` beside everything else; 0 for ``(N,)``."""
+    if labels.dim() == 1:
+        return 0
+    in_range, upstream = 3 * 8, 2 * 4  # classes, their order, entries; logits, their gradient
+    return labels.numel() * (in_range + upstream) + _LEAST
+
+
+def subtract_fixed_bytes(problem: Problem, wanted: Outputs) -> Problem:
+    """The problem, its budget less what ``labels (N, K)`` hold.
 
     Raises:
-        ValueError: the budget is too small; the message, the same on all ranks, says the least.
+        ValueError: the budget is too small; the message says the least.
     """
-    several = problem.labels.dim() == 2
-    if problem.memory_budget is None or not (several or shard):
+    if problem.memory_budget is None or problem.labels.dim() == 1:
         return problem
-    n, triton = len(problem.labels), problem.by_triton()
-    call = sizes_of(problem, wanted, n, triton=triton)
-    if shard is not None:
-        call = sharded_sizes(problem, shard, n)
-    fixed = call.fixed
-    if several:
-        in_range, upstream = 3 * 8, 2 * 4  # classes, their order, entries; logits, their gradient
-        fixed += problem.labels.numel() * (in_range + upstream) + _LEAST
+    call = sizes_of(problem, wanted, len(problem.labels), triton=problem.by_triton())
+    fixed = held_bytes(problem.labels)
     check_budget(problem, call._replace(fixed=fixed))
     return problem.replace(memory_budget=problem.memory_budget - fixed)
 
@@ -93,8 +93,10 @@ def subtract_fixed_bytes(problem: Problem, wanted: Outputs, shard: Shard | None)
 def chosen_logits(problem: Problem, classes: Tensor) -> Tensor:
     """``(N, K)`` fp32 or fp64 finished logits of ``classes (N, K)``; 0 at ignored entries."""
     head = Projection.of(problem)
-    valid, y = in_range(problem, classes, problem.weight.shape[0])
     z = problem.hidden.new_zeros(classes.shape, dtype=head.acc)
+    if not problem.weight.shape[0]:  # of a rank without classes
+        return z
+    valid, y = in_range(problem, classes, problem.weight.shape[0])
     budget, (N, K) = problem.memory_budget, classes.shape
     # A quarter of the budget, which others use as well; rows are held as they are and in float32.
     held = _BUDGET if budget is None else max(min(budget // 4, _BUDGET), _LEAST)
@@ -110,23 +112,6 @@ def chosen_logits(problem: Problem, classes: Tensor) -> Tensor:
         z = (z / problem.temperature[:, None]).to(head.acc)
     z.masked_fill_(y != classes, math.nan)  # out of range, on devices whose labels are not read
     return z.masked_fill_(~valid, 0)
-
-
-def logits_of_classes(problem: Problem, shard: Shard | None) -> Tensor:
-    """``(N, K)`` logits of the ``labels (N, K)``, of all ranks' classes where there is a shard.
-
-    Collectives, of a shard: one all-reduce of a number a class.
-    """
-    if shard is None:
-        return chosen_logits(problem, problem.labels)
-    valid, classes = in_range(problem, problem.labels, shard.V)
-    z = problem.hidden.new_zeros(classes.shape, dtype=acc_dtype(problem.hidden.dtype))
-    if len(problem.weight):
-        here = classes - shard.first
-        here = here.masked_fill((here < 0) | (here >= len(problem.weight)) | ~valid, -100)
-        z = chosen_logits(problem.replace(ignore_index=-100), here)
-    all_reduce(z, shard.group)  # each logit comes from the rank that holds its row: exact
-    return z.masked_fill_(valid & (classes != problem.labels), math.nan)
 
 
 def in_range(problem: Problem, classes: Tensor, V: int) -> tuple[Tensor, Tensor]:

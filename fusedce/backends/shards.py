@@ -1,11 +1,10 @@
-"""Collectives of ranks that share a vocabulary: gather their tokens, merge their statistics."""
+"""Collectives of ranks that share a vocabulary, and how their statistics of a token merge."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,104 +53,6 @@ def sharded_sizes(problem: Problem, shard: Shard, n: int) -> Sizes:
         V=V, fixed=64 * call.N + shard.gathered, copies=max(call.copies, 3),
         threads=1, budget=DEVICE_BUDGET,
     ).with_copies(*copied_bytes(problem, V) if triton else (0, 0))  # fmt: skip
-
-
-# ---- tokens of each rank's own ------------------------------------------------------------------
-
-
-class Tokens(NamedTuple):
-    """Tokens of all ranks, one rank after the other, each padded to ``most``.
-
-    Without ``group`` all ranks hold the same tokens, and nothing is done.
-    """
-
-    group: dist.ProcessGroup | None = None
-    n: int = 0  # tokens of this rank's own
-    most: int = 0
-
-    def all_of(self, problem: Problem) -> Problem:
-        """The problem of every rank's tokens, padded by ignored ones; differentiable in hidden.
-
-        Collectives: an all-gather each of hidden states, labels, and token weights and temperatures
-        if there are any; these two in float64, since ranks may hold them in different dtypes.
-        """
-        if self.group is None:
-            return problem
-        w, t = problem.token_weight, problem.temperature
-        assert problem.ignore_index is not None
-        return problem.replace(
-            hidden=_Gathered.apply(problem.hidden, self),
-            labels=self.gather(problem.labels, problem.ignore_index),
-            token_weight=None if w is None else self.gather(w.double()),
-            temperature=None if t is None else self.gather(t.double(), 1),
-        )
-
-    def gather(self, x: Tensor, fill: float = 0) -> Tensor:
-        """``x (n, ...)`` of every rank; ``fill`` is the padding."""
-        if self.group is None:
-            return x
-        padded = x.new_full((self.most, *x.shape[1:]), fill)
-        padded[: len(x)] = x
-        return all_gather(padded, self.group)
-
-    def own(self, *every: Tensor) -> tuple[Tensor, ...]:
-        """This rank's tokens of each ``(ranks * most, ...)``, differentiable.
-
-        Collectives, in backward: one all-gather of the upstream gradients.
-        """
-        if self.group is None:
-            return every
-        return _Own.apply(self, *every)
-
-    def place(self) -> slice:
-        """The slice of this rank's own tokens among those of all ranks."""
-        first = dist.get_rank(self.group) * self.most
-        return slice(first, first + self.n)
-
-
-ALL_HERE = Tokens()
-"""All ranks hold the same tokens, or there is one rank."""
-
-
-class _Gathered(torch.autograd.Function):
-    """Hidden states of all ranks. Each rank has the whole of their gradient, and keeps its own."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, tokens: Tokens) -> Tensor:
-        ctx.tokens = tokens
-        return tokens.gather(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return grad[ctx.tokens.place()].clone(), None
-
-
-class _Own(torch.autograd.Function):
-    """This rank's tokens; backward brings the upstream gradients of all ranks' tokens together.
-
-    One node for all statistics, so that all ranks run it whichever of them each of them uses.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tokens, *every: Tensor) -> tuple[Tensor, ...]:
-        own = tuple(x[tokens.place()].clone() for x in every)
-        ctx.mark_non_differentiable(*(x for x in own if not x.is_floating_point()))
-        ctx.tokens, ctx.differentiable = tokens, [x.is_floating_point() for x in own]
-        return own
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
-        given = [u for u, x in zip(upstream, ctx.differentiable, strict=True) if x]
-        columns = [u.flatten(1) if u.dim() > 1 else u[:, None] for u in given]
-        table = ctx.tokens.gather(torch.cat(columns, 1))
-        parts = iter(table.split([x.shape[1] for x in columns], 1))
-        found: list[Tensor | None] = []
-        for u, x in zip(upstream, ctx.differentiable, strict=True):
-            part = next(parts).reshape(-1, *u.shape[1:]) if x else None
-            # Skip a statistic whose gradient is 0 for every rank's tokens.
-            needed = part is not None and (not found or bool(part.ne(0).any()))
-            found.append(part if needed else None)
-        return None, *found
 
 
 # ---- merging statistics of the same tokens over ranks with other classes ------------------------

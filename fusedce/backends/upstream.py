@@ -15,7 +15,7 @@ from fusedce.contract.problem import Outputs, Problem, Projection, acc_dtype
 
 
 class SavedStats(NamedTuple):
-    """Statistics of the tokens, as arguments and results of operators."""
+    """Statistics of the tokens that backward reads."""
 
     nll: Tensor  # (N,)
     lse: Tensor  # (N,)
@@ -26,13 +26,13 @@ class SavedStats(NamedTuple):
 
 
 class StatGrads(NamedTuple):
-    """Upstream gradients of :class:`SavedStats` but the last, where there are any."""
+    """Upstream gradients of the statistics that have one, where there are any."""
 
-    nll: Tensor | None
-    lse: Tensor | None
-    entropy: Tensor | None
-    zmean: Tensor | None
-    z: Tensor | None
+    nll: Tensor | None = None
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+    zmean: Tensor | None = None
+    z: Tensor | None = None
 
 
 def upstream_of(
@@ -86,6 +86,8 @@ def upstream_of(
         beta = None if beta is None else beta * sharp
         gamma = None if gamma is None else gamma * sharp
     at_classes = None
+    if upstreams.z is None:  # the classes then have no entries of their own
+        classes = None
     if upstreams.z is not None and classes is not None:
         head, none = Projection.of(problem), classes < 0
         t = torch.ones_like(values.z, dtype=torch.float64)
@@ -126,7 +128,7 @@ def loss_in_two_passes(
     losses = token_losses(problem, y, nll, lse).masked_fill(~used, 0)
     factor = expected_upstream(problem, stats.n_valid)
     by, outer = slopes(problem, y, lse), factor.double().expand_as(nll)
-    of_stats = StatGrads(outer * by.nll, outer * by.lse, None, None, None)
+    of_stats = StatGrads(nll=outer * by.nll, lse=outer * by.lse)
     upstream = upstream_of(problem, SavedStats(nll, lse, *[nll[:0]] * 4), of_stats, V=V)
     grads = token_grads(problem, wanted, stats.lse, upstream, saved_grad_dtypes(problem))
     total = losses.sum().to(stats.nll.dtype)

@@ -109,24 +109,20 @@ def flattened(problem: Problem) -> Problem:
     if ignore_index is None:  # a value that no label has
         ignore_index = torch.iinfo(labels.dtype).min
         labels = labels.clamp(min=ignore_index + 1)
-    softcap, temperature = problem.softcap, problem.temperature
-    token_weight, class_weight = problem.token_weight, problem.class_weight
-    if token_weight is not None:
-        token_weight = _in_float(token_weight)
-    if class_weight is not None:
-        class_weight = _in_float(class_weight)
-    if temperature is not None:
+    changed: dict[str, Any] = {"hidden": hidden, "labels": labels, "ignore_index": ignore_index}
+    for name in NUMBERS:
+        number = getattr(problem, name)
+        changed[name] = None if number is None else float(number)
+    if problem.token_weight is not None:
+        changed["token_weight"] = _in_float(problem.token_weight)
+    if problem.class_weight is not None:
+        changed["class_weight"] = _in_float(problem.class_weight)
+    if problem.temperature is not None:
         used = labels.ne(ignore_index)
         used = used.any(1) if used.dim() == 2 else used
-        temperature = checked_temperature(temperature, problem.hidden, used)
-    return Problem(
-        hidden, problem.weight, labels, problem.bias,
-        token_weight, class_weight,
-        temperature, problem.expected_upstream,
-        ignore_index, None if softcap is None else float(softcap), float(problem.logit_scale),
-        float(problem.label_smoothing), float(problem.z_loss), problem.chunk_tokens,
-        memory_budget_of(problem.memory_budget, problem.chunk_tokens), problem.backend,
-    )  # fmt: skip
+        changed["temperature"] = checked_temperature(problem.temperature, problem.hidden, used)
+    changed["memory_budget"] = memory_budget_of(problem.memory_budget, problem.chunk_tokens)
+    return problem.replace(**changed)
 
 
 def _in_float(weights: Tensor) -> Tensor:

@@ -13,9 +13,6 @@ loses all digits there.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -137,7 +134,8 @@ def expected_upstream(problem: Problem, n_valid: Tensor) -> Tensor:
 
     It is the problem's expected upstream gradient, or the one of :meth:`LossSum.mean`, as a new
     tensor that an operator may return. Backward multiplies by the real upstream gradient over this
-    factor, and skips the product where that is 1.
+    factor, and skips the product where that is 1. Another upstream gradient costs the weight's
+    gradient, kept in the weight's dtype, a second rounding.
     """
     if problem.expected_upstream is not None:
         return problem.expected_upstream.clone()
@@ -145,53 +143,3 @@ def expected_upstream(problem: Problem, n_valid: Tensor) -> Tensor:
     if n_valid.device.type == "cpu":
         return torch.full((), 1 / max(int(n_valid), 1), dtype=dtype, device="cpu")
     return n_valid.to(dtype).clamp_(min=1).reciprocal_()
-
-
-# ---- the factor that backward brings -------------------------------------------------------------
-#
-# A gradient is rounded to the inputs' dtype once it is made, and again when backward multiplies it.
-# If the factor is known when the gradient is made, it is multiplied in before the first rounding,
-# and there is no second rounding. A wrong expectation costs only the second rounding: backward
-# multiplies by the real factor over the expected one.
-
-Factor = Tensor | float | None
-_expected: contextvars.ContextVar[Factor | Callable[[], Factor]] = contextvars.ContextVar(
-    "fusedce_expected_upstream", default=None
-)
-
-
-@contextlib.contextmanager
-def expecting(factor: Factor | Callable[[], Factor]) -> Iterator[None]:
-    """Inside the block, sums of losses expect ``factor`` as their upstream gradient.
-
-    Args:
-        factor: ``()``, or a number other than 0; ``None`` cancels an outer expectation. A function
-            is called when a gradient is made, for a factor whose all-reduce is still running.
-    """
-    token = _expected.set(factor)
-    try:
-        yield
-    finally:
-        _expected.reset(token)
-
-
-def expected() -> Factor | Callable[[], Factor]:
-    """The factor of the innermost :func:`expecting` block; ``None`` outside of any."""
-    return _expected.get()
-
-
-def with_expected_upstream(problem: Problem) -> Problem:
-    """The problem with the expected factor, unless it holds one already or is compiled."""
-    if problem.expected_upstream is not None or torch.compiler.is_compiling():
-        return problem
-    factor = _expected.get()
-    if callable(factor):
-        factor = factor()
-    if factor is None:
-        return problem
-    dtype, device = acc_dtype(problem.hidden.dtype), problem.hidden.device
-    if isinstance(factor, Tensor):
-        factor = factor.detach().to(device, dtype, non_blocking=True).reshape(())
-    else:  # as_tensor would copy from the host
-        factor = torch.full((), factor, dtype=dtype, device=device)
-    return problem.replace(expected_upstream=factor)

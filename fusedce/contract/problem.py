@@ -46,6 +46,7 @@ class Problem(NamedTuple):
     chunk_tokens: int | None = None
     memory_budget: int | None = None  # bytes beside inputs and gradients
     backend: str | None = None  # "torch" or "triton" once one is chosen
+    reduce_over: str | None = None  # group of the ranks whose parts of d_hidden are added up
 
     def replace(self, **changes: Any) -> Problem:
         """The problem with other values in some fields."""

@@ -25,7 +25,7 @@ from fusedce.head.lazy import (
     without_data,
 )
 from fusedce.head.linear_call import Expr, LinearCall, Memory, changes_values, whole
-from fusedce.loss.sharded_problem import is_vocabulary_shard
+from fusedce.ranks.layout import is_vocabulary_shard
 
 aten = torch.ops.aten
 Gradients = list[Tensor | None]  # of hidden state, weight and perhaps bias

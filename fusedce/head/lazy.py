@@ -14,12 +14,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedce.head.linear_call import NO_TORCH_FUNCTION, Expr, Memory
@@ -315,9 +317,21 @@ def _write(func: Any, schema: OpSchema, args: tuple[Any, ...], kwargs: dict[str,
 # ---- above autograd -----------------------------------------------------------------------------
 
 
-def _differentiated(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.autograd.grad``: a gradient of logits is returned as real numbers."""
-    return materialized(func(*args, **kwargs), "the gradient of logits")
+def _differentiated(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.autograd.grad``: a gradient of logits is returned as real numbers.
+
+    Logits among ``inputs`` are named by their edges of the graph. Code that runs in backward, such
+    as a checkpoint's second run, must see that logits are lazy, so torch functions are on there;
+    and a call with the logits themselves would come back here.
+    """
+    others = tree_leaves((outputs, args, kwargs))
+    by_edges = not kwargs.get("materialize_grads") and not any(
+        type(x) is LazyLogits for x in others
+    )
+    if by_edges:
+        inputs = map_lazy(inputs, lambda x: get_gradient_edge(x) if x.requires_grad else x)
+    with torch._C._EnableTorchFunction() if by_edges else nullcontext():
+        return materialized(func(outputs, inputs, *args, **kwargs), "the gradient of logits")
 
 
 def _retained(func: Any, x: LazyLogits) -> Any:

@@ -23,7 +23,7 @@ from fusedce.head.gradient import LazyLinear
 from fusedce.head.lazy import LazyLogits, Uncompiled
 from fusedce.head.linear_call import NO_TORCH_FUNCTION, LinearCall
 from fusedce.head.observe import HeadCounts
-from fusedce.loss.sharded_problem import is_vocabulary_shard
+from fusedce.ranks.layout import is_vocabulary_shard
 
 _PLAIN = (Tensor, nn.Parameter)
 _LINEAR = torch._C._nn.linear  # DeepSpeed's ZeRO-3 puts a function of its own in F.linear

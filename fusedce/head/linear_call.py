@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from fusedce.contract.checks import no_autocast
 from fusedce.contract.groups import gathered_like, is_dtensor, local_of
-from fusedce.loss.sharded_problem import is_vocabulary_shard
+from fusedce.ranks.layout import is_vocabulary_shard
 
 NO_TORCH_FUNCTION = torch._C.DisableTorchFunctionSubclass
 Shape = tuple[int, ...]

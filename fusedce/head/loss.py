@@ -11,7 +11,6 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -19,17 +18,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fusedce.contract.checks import autocast_dtype, memory_budget_of, no_autocast
-from fusedce.contract.objective import expected, expecting
 from fusedce.contract.results import LossSum, MonitoredLossSum
 from fusedce.head.gradient import Gradients, LazyGradient, Part, check_not_batched
 from fusedce.head.lazy import LazyLogits, node_number
 from fusedce.head.linear_call import Expr, LinearCall
-from fusedce.head.observe import LossObserver, expected_factor
+from fusedce.head.observe import LossObserver
 from fusedce.head.rules import LogitForm, form_of
 from fusedce.loss.cross_entropy import fused_cross_entropy
 from fusedce.loss.fused_ce import fused_ce
 from fusedce.loss.logprobs import fused_logprobs
-from fusedce.loss.sharded_problem import is_vocabulary_shard
+from fusedce.ranks.layout import is_vocabulary_shard
 from fusedce.recipes import token_scaled_loss
 
 Evaluated = tuple[Tensor, dict[LinearCall, list[Tensor]]]  # a loss, as a function of operands
@@ -175,12 +173,7 @@ class CrossEntropy:
             return loss if self.divisor is None else loss / self.divisor
         observer = LossObserver.current.get()
         denominator, monitor = (observer.denominator, observer.monitor) if observer else (None, ())
-        factor = expected_factor() if self.reduction == "sum" else None
-        if self.reduction == "mean":
-            factor = None if denominator is None else denominator.reciprocal()
-        expects = self.reduction == "sum" and factor is None  # then an outer expectation holds
-        with nullcontext() if expects or factor is expected() else expecting(factor):
-            out = self._sum(form.hidden, w, options, monitor)
+        out = self._sum(form.hidden, w, options, monitor)
         if observer is not None:
             observer.observe(out, self.reduction)
         if self.reduction == "sum":
@@ -203,9 +196,7 @@ class CrossEntropy:
 
     def gradients(self, upstream: Tensor, *, keep: bool) -> dict[LinearCall, Gradients]:
         """``upstream`` times the gradients of the operands; they are the caller's to write into."""
-        factor = upstream if self.divisor is None else upstream / self.divisor
-        with expecting(factor if upstream.dim() == 0 else None):
-            evaluated = self.ready or self._evaluate(train=True)
+        evaluated = self.ready or self._evaluate(train=True)
         assert evaluated is not None
         loss, given = evaluated
         leaves = [x for operands in given.values() for x in operands if x.requires_grad]

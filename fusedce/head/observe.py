@@ -2,7 +2,7 @@
 
 Users read a :class:`HeadReport`; ``FUSEDCE_EXPLAIN=1`` prints each place that needs logits, once. A
 trainer's mixin and :func:`fusedce.model_loss` enter a :class:`LossObserver`, to count tokens
-themselves; :func:`note_items` records the number by which a model will divide its losses.
+themselves.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import time
 from collections.abc import Collection, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fusedce.contract.results import LossSum, MonitoredLossSum
 
@@ -166,30 +166,3 @@ class LossObserver:
 
     def __exit__(self, *_: object) -> None:
         self.current.set(None)
-
-
-# ---- the number by which a model will divide its losses --------------------------------------
-# Models of transformers add their cross-entropies up and divide the sum by `num_items_in_batch`.
-# Knowing it beforehand saves a rounding (fusedce.contract.objective). The number of one forward
-# stays until the next. A loss of other code that meets it stays right, with one rounding more:
-# backward multiplies by the real factor over the expected one.
-
-_items: ContextVar[Tensor | float | None] = ContextVar("fusedce_num_items_in_batch", default=None)
-
-
-def note_items(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Hook before a model's forward: keep its ``num_items_in_batch``."""
-    if torch.compiler.is_compiling():
-        return
-    items = kwargs.get("num_items_in_batch")
-    number = isinstance(items, (int, float)) and items > 0
-    tensor = isinstance(items, Tensor) and items.numel() == 1
-    _items.set(items if number or tensor else None)
-
-
-def expected_factor() -> Tensor | float | None:
-    """Expected factor of a sum of losses: 1 / items as a number or ``()``, or ``None``."""
-    items = _items.get()
-    if isinstance(items, Tensor):
-        return items.detach().reshape(()).double().clamp(min=1).reciprocal()
-    return None if items is None else 1 / items

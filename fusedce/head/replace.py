@@ -17,7 +17,7 @@ from fusedce.contract.groups import is_dtensor
 from fusedce.head.lazy import LazyLogits
 from fusedce.head.lent_input import Head, ShardedForward, classes_of, head_of, take_back
 from fusedce.head.loss import cross_entropy
-from fusedce.head.observe import HeadCounts, HeadReport, note_items
+from fusedce.head.observe import HeadCounts, HeadReport
 
 LazyLogits.OVERRIDES[F.cross_entropy] = cross_entropy
 
@@ -28,7 +28,7 @@ _TRL = (
     "replace_loss_head out for the others (DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer)"
 )
 _TORCH = str(Path(torch.__file__).parent)
-_WATCH, _ITEMS = "_fusedce_watch", "_fusedce_items"  # attributes that hold handles of hooks
+_WATCH = "_fusedce_watch"  # attribute that holds the handle of a hook
 LABELS = "_fusedce_labels"  # an attribute: how a model's labels are counted (model_loss.py)
 
 
@@ -87,8 +87,6 @@ def replace_loss_head(
             head.forward = ShardedForward(head)
     elif memory_budget is not None:
         replaced.memory_budget = memory_budget
-    if _ITEMS not in model.__dict__:
-        model.__dict__[_ITEMS] = model.register_forward_pre_hook(note_items, with_kwargs=True)
     if named:
         _watch(model, memory_budget)
     return model
@@ -103,8 +101,8 @@ def restore_loss_head(model: ModelT) -> ModelT:
     _check_model(model)
     _restore(model)
     for module in model.modules():
-        for name in {_WATCH, _ITEMS} & module.__dict__.keys():
-            module.__dict__.pop(name).remove()
+        if _WATCH in module.__dict__:
+            module.__dict__.pop(_WATCH).remove()
         module.__dict__.pop(LABELS, None)
     return model
 

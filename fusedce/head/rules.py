@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedce.head.linear_call import Expr, LinearCall, Shape
-from fusedce.loss.sharded_problem import is_vocabulary_shard
+from fusedce.ranks.layout import is_vocabulary_shard
 
 aten = torch.ops.aten
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

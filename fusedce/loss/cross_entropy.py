@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from fusedce.autograd import dispatch
-from fusedce.backends.shards import ALL_HERE
-from fusedce.contract.checks import check_choice, check_unsharded, checked, is_sharded
+from fusedce.contract.checks import check_choice
 from fusedce.contract.groups import local_of
 from fusedce.contract.labels import shift_labels
-from fusedce.contract.objective import expected, weights_and_count
+from fusedce.contract.objective import weights_and_count
 from fusedce.contract.problem import Problem, Task, acc_dtype
-from fusedce.loss.sharded_problem import LOSSES, SUM, agree
+from fusedce.ranks.agreement import LOSSES, SUM
+from fusedce.ranks.door import prepared
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = get_args(Reduction)
@@ -95,38 +95,27 @@ def fused_cross_entropy(
         memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
     sharding = process_group, tokens_sharded, vocab_size
-    shard, tokens = None, ALL_HERE
-    if is_sharded(weight, process_group):
 
-        def check(given: Problem) -> dict[str, Any]:
-            check_choice("reduction", reduction, REDUCTIONS)
-            return {"reduction": reduction}
-
-        function = LOSSES if reduction == "none" else SUM
-        problem, shard, tokens = agree(problem, sharding, function, check)
-    else:
-        check_unsharded(tokens_sharded, vocab_size)
-        problem = checked(problem)
+    def check(given: Problem) -> dict[str, Any]:
         check_choice("reduction", reduction, REDUCTIONS)
-    task = Task(problem, shard=shard)
+        return {"reduction": reduction}
+
+    function = LOSSES if reduction == "none" else SUM
+    problem, vocabulary = prepared(problem, sharding, function, check)
+    stats_of = vocabulary.stats_of()
     if reduction == "none":
-        return tokens.own(dispatch.token_losses(task))[0].view(local_of(labels).shape)
-    return _reduced(task, reduction, problem)
-
-
-def _reduced(task: Task, reduction: str, counted: Problem) -> Tensor:
-    """The sum of the losses, or their mean, divided by the labels and weights of ``counted``."""
-    problem, dtype = task.problem, acc_dtype(task.problem.hidden.dtype)
+        losses = dispatch.token_losses(Task(problem), stats_of)
+        return vocabulary.tokens.own(losses)[0].view(local_of(labels).shape)
+    dtype = acc_dtype(problem.hidden.dtype)
     if reduction == "sum":
-        if torch.compiler.is_compiling() or expected() is None:  # no other factor is expected
-            one = problem.hidden.new_ones((), dtype=dtype)
-            task = task.replace(problem=problem.replace(expected_upstream=one))
-        return dispatch.loss_sum(task)[0].loss_sum
-    weights, count = weights_and_count(counted)
+        one = problem.hidden.new_ones((), dtype=dtype)
+        task = Task(problem.replace(expected_upstream=one))
+        return dispatch.loss_sum(task, stats_of)[0].loss_sum
+    weights, count = weights_and_count(problem)
     # If all weights are 0, the mean is 0 / 0, as in torch; without a valid label it is 0.
     denominator = torch.where(count > 0, weights, 1.0).to(dtype)
-    task = task.replace(problem=problem.replace(expected_upstream=1 / denominator))
-    return dispatch.loss_sum(task)[0].loss_sum / denominator
+    task = Task(problem.replace(expected_upstream=1 / denominator))
+    return dispatch.loss_sum(task, stats_of)[0].loss_sum / denominator
 
 
 # ---- under the names and with the order of arguments of other libraries --------------------------

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.contract.checks import check_argmax_out, check_unsharded, checked, is_sharded
+from fusedce.contract.checks import check_argmax_out
 from fusedce.contract.groups import local_of
 from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.contract.results import MONITORS, LossSum, MonitoredLossSum
-from fusedce.loss.sharded_problem import SUM, agree
+from fusedce.ranks.agreement import SUM
+from fusedce.ranks.door import prepared
 
 
 def fused_ce(
@@ -115,33 +116,26 @@ def fused_ce(
         chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
 
-    shard = tokens = None
-    if is_sharded(weight, process_group):
+    def check(given: Problem) -> dict[str, Any]:
+        if type(monitor) is tuple and not monitor and argmax_out is None:
+            return {}
+        check_outputs(monitor, local_of(argmax_out), given.labels)
+        beside = [*sorted(monitor), *["argmax_out"][: argmax_out is not None]]
+        return {"monitor": ", ".join(beside)}
 
-        def check(given: Problem) -> dict[str, Any]:
-            check_outputs(monitor, local_of(argmax_out), given.labels)
-            beside = [*sorted(monitor), *["argmax_out"][: argmax_out is not None]]
-            return {"monitor": ", ".join(beside)}
-
-        sharding = process_group, tokens_sharded, vocab_size
-        problem, shard, tokens = agree(problem, sharding, SUM, check)
-    else:
-        check_unsharded(tokens_sharded, vocab_size)
-        problem = checked(problem)
-        if type(monitor) is not tuple or monitor or argmax_out is not None:
-            check_outputs(monitor, argmax_out, labels)
+    sharding = process_group, tokens_sharded, vocab_size
+    problem, vocabulary = prepared(problem, sharding, SUM, check)
     wanted = Outputs(
         argmax=argmax_out is not None or "correct" in monitor,
         entropy="entropy" in monitor,
         lse="z_loss" in monitor,
     )
-    out, values = dispatch.loss_sum(Task(problem, wanted, shard=shard))
+    out, values = dispatch.loss_sum(Task(problem, wanted), vocabulary.stats_of())
     if monitor:
         out = MonitoredLossSum.of(out, monitored_sums(problem, monitor, values))
     if argmax_out is not None:
         argmax, own = values["argmax"], local_of(argmax_out)
-        if tokens is not None:
-            (argmax,) = tokens.own(argmax)
+        (argmax,) = vocabulary.tokens.own(argmax)
         own.copy_(argmax.view(own.shape))  # last, since it may be the memory of labels
     return out
 

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.backends.shards import Tokens
 from fusedce.contract.divergence import checked_divergence
 from fusedce.contract.groups import local_of
 from fusedce.contract.problem import Divergence, Outputs, Problem, Task
 from fusedce.contract.results import LossSum, MonitoredLossSum
 from fusedce.loss.fused_ce import check_outputs, monitored_sums
-from fusedce.loss.sharded_problem import divergence_task, no_labels
+from fusedce.ranks.door import Vocabulary, divergence_task, no_labels
 
 Kind = Literal["forward", "reverse", "jsd"]
 
@@ -102,7 +101,7 @@ def fused_kl(
         beyond rounding. A class whose logit is -inf for both takes no part; one that is -inf for
         the student alone makes "forward" infinite, and for the teacher alone "reverse".
     """
-    task, _ = _asked(
+    task, vocabulary = _asked(
         hidden, weight, teacher_hidden, teacher_weight, labels,
         divergence=divergence, beta=beta, temperature=temperature, ce_weight=ce_weight,
         bias=bias, teacher_bias=teacher_bias, softcap=softcap, teacher_softcap=teacher_softcap,
@@ -117,7 +116,7 @@ def fused_kl(
         return out
     wanted = Outputs(argmax="correct" in monitor, entropy="entropy" in monitor)
     with torch.no_grad():
-        _, values = dispatch.loss_sum(Task(task.problem, wanted, shard=task.shard))
+        _, values = dispatch.loss_sum(Task(task.problem, wanted), vocabulary.stats_of())
     return MonitoredLossSum.of(out, monitored_sums(task.problem, monitor, values))
 
 
@@ -163,7 +162,7 @@ def fused_kl_tokens(
         >>> fused_kl_tokens(hidden, weight, hidden, weight).abs().max()
         tensor(0.)
     """
-    task, tokens = _asked(
+    task, vocabulary = _asked(
         hidden, weight, teacher_hidden, teacher_weight, labels, reduction="none",
         divergence=divergence, beta=beta, temperature=temperature, ce_weight=ce_weight,
         bias=bias, teacher_bias=teacher_bias, softcap=softcap, teacher_softcap=teacher_softcap,
@@ -172,7 +171,8 @@ def fused_kl_tokens(
         chunk_tokens=chunk_tokens, memory_budget=memory_budget, backend=backend,
         process_group=process_group, tokens_sharded=tokens_sharded, vocab_size=vocab_size,
     )  # fmt: skip
-    return tokens.own(dispatch.token_losses(task))[0].view(local_of(hidden).shape[:-1])
+    losses = dispatch.token_losses(task)
+    return vocabulary.tokens.own(losses)[0].view(local_of(hidden).shape[:-1])
 
 
 def _asked(
@@ -188,7 +188,7 @@ def _asked(
     divergence: str = "forward",
     monitor: Collection[str] = (),
     **options: Any,
-) -> tuple[Task, Tokens]:
+) -> tuple[Task, Vocabulary]:
     """Checked records of the arguments; without labels every position gets a valid one."""
     of_teacher = {name: options.pop(name) for name in Divergence._fields if name in options}
     student = Problem(hidden, weight, cast(Tensor, labels), **options)

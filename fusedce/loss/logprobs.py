@@ -8,20 +8,12 @@ import torch
 from torch import Tensor
 
 from fusedce.autograd import dispatch
-from fusedce.backends.shards import ALL_HERE
-from fusedce.contract.checks import (
-    check_flag,
-    check_tokens,
-    check_unsharded,
-    checked,
-    flattened,
-    is_sharded,
-    tempered,
-)
+from fusedce.contract.checks import check_flag
 from fusedce.contract.groups import local_of
 from fusedce.contract.problem import Outputs, Problem, Task
 from fusedce.contract.results import TokenStats, TokenStatsAndMean
-from fusedce.loss.sharded_problem import ARGMAX, STATISTICS, agree, no_labels
+from fusedce.ranks.agreement import ARGMAX, STATISTICS
+from fusedce.ranks.door import no_labels, prepared
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -128,24 +120,17 @@ def fused_logprobs(
         backend=backend,
     )  # fmt: skip
 
-    shard, tokens = None, ALL_HERE
-    if is_sharded(weight, process_group):
-
-        def check(given: Problem) -> dict[str, Any]:
-            check_flag("mean_logit", mean_logit)
-            return {"mean_logit": mean_logit}
-
-        sharding = process_group, tokens_sharded, vocab_size
-        problem, shard, tokens = agree(problem, sharding, STATISTICS, check, temperature)
-    else:
-        check_unsharded(tokens_sharded, vocab_size)
-        problem = flattened(check_tokens(tempered(problem, temperature)))
+    def check(given: Problem) -> dict[str, Any]:
         check_flag("mean_logit", mean_logit)
+        return {"mean_logit": mean_logit}
+
+    sharding = process_group, tokens_sharded, vocab_size
+    problem, vocabulary = prepared(problem, sharding, STATISTICS, check, temperature)
     wanted = Outputs(lse=True, entropy=True, argmax=True, zmean=mean_logit)
-    logprob, stats = dispatch.token_stats(Task(problem, wanted, shard=shard))
+    logprob, stats = dispatch.token_stats(Task(problem, wanted), vocabulary.stats_of())
     assert stats.argmax is not None
     more = [stats.entropy, stats.lse, stats.argmax, *[stats.zmean][: int(mean_logit)]]
-    logprob, *more = tokens.own(logprob, *more)
+    logprob, *more = vocabulary.tokens.own(logprob, *more)
     logprob = logprob.view(local_of(labels).shape)
     more = [x.view(local_of(hidden).shape[:-1]) for x in more]
     return TokenStatsAndMean(logprob, *more) if mean_logit else TokenStats(logprob, *more)
@@ -186,13 +171,9 @@ def fused_argmax(
         hidden, weight, no_labels(hidden), bias=bias, softcap=softcap, logit_scale=logit_scale,
         backend=backend,
     )  # fmt: skip
-    shard, tokens = None, ALL_HERE
-    if is_sharded(weight, process_group):
-        sharding = process_group, tokens_sharded, vocab_size
-        problem, shard, tokens = agree(problem, sharding, ARGMAX, lambda given: {})
-    else:
-        check_unsharded(tokens_sharded, vocab_size)
-        problem = checked(problem)
-    argmax = dispatch.token_stats(Task(problem, Outputs(argmax=True), shard=shard))[1].argmax
+    sharding = process_group, tokens_sharded, vocab_size
+    problem, vocabulary = prepared(problem, sharding, ARGMAX, lambda given: {})
+    task = Task(problem, Outputs(argmax=True))
+    argmax = dispatch.token_stats(task, vocabulary.stats_of())[1].argmax
     assert argmax is not None
-    return tokens.own(argmax)[0].view(local_of(hidden).shape[:-1])
+    return vocabulary.tokens.own(argmax)[0].view(local_of(hidden).shape[:-1])

@@ -10,23 +10,16 @@ from torch import Tensor
 from fusedce.backends.choose import resolve_backend
 from fusedce.backends.gradients import sizes_of
 from fusedce.backends.plan import ROW_MULTIPLE, plan_tiles
-from fusedce.backends.shards import ALL_HERE, all_gather
+from fusedce.backends.shards import all_gather
 from fusedce.backends.torch.logit_tiles import Logits, chunks_of, exp_, filled, tiles
-from fusedce.contract.checks import (
-    check_are_tensors,
-    check_int,
-    check_tokens,
-    check_unsharded,
-    flattened,
-    is_sharded,
-    tempered,
-)
+from fusedce.contract.checks import check_are_tensors, check_int
 from fusedce.contract.groups import local_of
 from fusedce.contract.labels import used_tokens
 from fusedce.contract.problem import Outputs, Problem, Projection, Shard
 from fusedce.contract.results import TopK
 from fusedce.loss.logprobs import fused_logprobs
-from fusedce.loss.sharded_problem import TOPK, agree, no_labels
+from fusedce.ranks.agreement import TOPK
+from fusedce.ranks.door import no_labels, prepared
 
 _GROUP = 32  # classes whose maximum is found first
 _MANY, _WIDER = 512, 4  # tokens of a tile of the plan, from which it has so many times the classes
@@ -87,19 +80,13 @@ def fused_topk(
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
     problem = Problem(hidden, weight, no_labels(hidden), **options)
-    shard, tokens = None, ALL_HERE
-    if is_sharded(weight, process_group):
 
-        def check(given: Problem) -> dict[str, Any]:
-            check_int("k", k)
-            return {"k": k, "differentiable": differentiable}
-
-        sharding = process_group, tokens_sharded, vocab_size
-        problem, shard, tokens = agree(problem, sharding, TOPK, check, temperature)
-    else:
-        check_unsharded(tokens_sharded, vocab_size)
-        problem = flattened(check_tokens(tempered(problem, temperature)))
+    def check(given: Problem) -> dict[str, Any]:
         check_int("k", k)
+        return {"k": k, "differentiable": differentiable}
+
+    sharding = process_group, tokens_sharded, vocab_size
+    problem, (shard, tokens) = prepared(problem, sharding, TOPK, check, temperature)
     V = problem.weight.shape[0] if shard is None else shard.V
     if not 1 <= k <= V:
         raise ValueError(f"k must be in [1, V] with V={V} (from weight), got {k}")

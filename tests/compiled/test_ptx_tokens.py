@@ -84,10 +84,11 @@ def test_backward_by_tiles_of_the_vocabulary(on, small_tiles, arch, dtype, fn):
 
 @ARCHS
 @TWO_BYTES
-def test_gradients_of_several_classes_of_a_token(on, small_tiles, arch, dtype):
-    """One of them twice, some ignored; in several tiles."""
+@pytest.mark.parametrize("through", ["logprob", "entropy", "lse"])
+def test_gradients_of_several_classes_of_a_token(on, small_tiles, arch, dtype, through):
+    """One of them twice, some ignored; in several tiles; through one output alone."""
     on(arch)
-    compare(Case((24,), 72, 515, dtype, ignored=0.1), "triton", "each", K=5)
+    compare(Case((24,), 72, 515, dtype, ignored=0.1), "triton", "each", K=5, through=(through,))
 
 
 def test_tiles_depend_neither_on_the_order_of_ctas_nor_on_when_copies_land(on, small_tiles):

@@ -6,14 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.attacks import hands_on, same
-from support.bounds import SAME_SUMS, STATISTIC, same_model
+from support.bounds import STATISTIC, same_model
 from support.heads import MODES, V, ce, loss_and_grads, plain_model, tokens
 from torch import nn
 
 import fusedce
-import fusedce.backends.torch as torch_backend
-from fusedce import replace_loss_head, restore_loss_head
-from fusedce.contract.objective import expecting
+from fusedce import replace_loss_head
 from fusedce.head.observe import LossObserver
 
 
@@ -200,35 +198,6 @@ def test_an_observer_asks_for_another_loss(asked, exact, shape, reads):
     torch.testing.assert_close(ours, value)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
-
-
-class Told(nn.Module):
-    """Divides its sum by a number it is given, as models of transformers do."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = plain_model()
-
-    def forward(self, x, y, num_items_in_batch=None):
-        z, reduction = self.body(x), "mean" if num_items_in_batch is None else "sum"
-        loss = F.cross_entropy(z.view(-1, V), y.view(-1), reduction=reduction)
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
-
-
-@pytest.mark.parametrize("items", [None, 37, 37.0, torch.tensor(37)])
-def test_what_a_model_is_told_to_divide_by_is_known_when_gradients_are_made(items, monkeypatch):
-    """Backward then has nothing to multiply them by, and nothing to round again."""
-    model = Told()
-    replace_loss_head(model, head=model.body[1])
-    ratios = []
-    monkeypatch.setattr(torch_backend, "scale_", lambda x, factor: ratios.append(float(factor)))
-    for told in (11, items):  # of the call before, nothing is left
-        ratios.clear()
-        with expecting(0.3):  # the number that the model is given has precedence
-            model(tokens(3, 4), tokens(3, 4, seed=1), num_items_in_batch=told).backward()
-    assert ratios == pytest.approx([1.0, 1.0], rel=SAME_SUMS)
-    restore_loss_head(model)
-    assert not model._forward_pre_hooks
 
 
 # ---- real logits ----------------------------------------------------------------------------

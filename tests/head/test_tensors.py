@@ -12,6 +12,7 @@ from support.attacks import alike, same, same_loss
 from support.bounds import SAME_MODEL
 from support.heads import MODES, H, V, ce, plain_model, tokens
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fusedce import head_report, replace_loss_head
 from fusedce.head.lazy import LazyLogits
@@ -392,3 +393,25 @@ def test_an_operand_written_after_its_use(mode):
         return ce(chosen, labels)
 
     same_loss(loss, mode)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_loss_is_differentiated_by_the_logits(reentrant):
+    """Its second run, inside the call, sees lazy logits as the first one did."""
+    model, x = plain_model(), tokens(3, 7)
+    y = torch.arange(21) % V
+
+    def gradient():
+        z = model(x)
+        loss = checkpoint(
+            lambda z: F.cross_entropy(z.flatten(0, -2), y), z, use_reentrant=reentrant
+        )
+        if reentrant:  # torch allows no other way there
+            z.retain_grad()
+            loss.backward()
+            return z.grad
+        return torch.autograd.grad(loss, z)[0]
+
+    exact = gradient()
+    replace_loss_head(model)
+    torch.testing.assert_close(gradient(), exact)

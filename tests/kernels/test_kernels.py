@@ -68,16 +68,31 @@ def test_bad_label_is_nan_with_a_code_on_the_device(bad, small, monkeypatch, req
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("factor", [1.0, 0.37, 0.0])
 @pytest.mark.parametrize("blocks", [0, 1, 50])  # of 24 programs
-def test_scale_in_place_rounds_once(dtype, factor, blocks):
-    x = torch.randn(blocks * launch.SCALE_BLOCK + 5).to(dtype)
-    exact = x.double() * torch.tensor(factor).double()
+def test_one_launch_scales_all_gradients_and_rounds_once(dtype, factor, blocks):
+    """What has the result's dtype stays where it is."""
+    sizes, kinds = (7, blocks * launch.SCALE_BLOCK + 5, 3), (torch.float32, dtype, dtype)
+    given = [torch.randn(n).to(kind) for n, kind in zip(sizes, kinds, strict=True)]
+    exact = [x.double() * torch.tensor(factor).double() for x in given]
     with mock.patch.object(launch, "launch_grid", wraps=launch.launch_grid) as run:
-        launch.scale_(x, torch.tensor(factor))
-    assert run.call_args.args[1] == (min(blocks + 1, 24),)
+        made = launch.scaled(given, torch.tensor(factor), dtype)
+    (called,) = run.call_args_list
+    assert called.args[1] == (min(blocks + 1, 24),)
     # half a unit of the last place, that of a subnormal number among the small ones
     info = torch.finfo(dtype)
     close = {"rtol": info.eps / 2 * (1 + info.eps), "atol": info.smallest_normal * info.eps / 2}
-    torch.testing.assert_close(x.double(), exact, **close)
+    for x, out, e in zip(given, made, exact, strict=True):
+        assert out.dtype == dtype
+        assert (out is x) == (x.dtype == dtype)
+        torch.testing.assert_close(out.double(), e, **close)
+
+
+@pytest.mark.parametrize("factor", [torch.inf, torch.nan, -torch.inf])
+def test_a_gradient_of_zero_stays_zero(factor):
+    """Whoever divides by a count of 0 gets torch's gradients."""
+    given = [torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]).bfloat16()]
+    for out in launch.scaled(given, torch.tensor(factor), torch.bfloat16):
+        assert out[0] == 0
+        assert not out[1].isfinite()
 
 
 @pytest.mark.slow

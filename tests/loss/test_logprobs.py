@@ -1,5 +1,7 @@
 """fused_logprobs: values and gradients of one or several classes a token, and near p = 1."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bounds import EXACT, STATISTIC, errs_like, in_float64
 from support.oracle import finished_logits, token_stats
-from support.statistics import compare
+from support.statistics import DIFFERENTIABLE, compare
 
 from fusedce import fused_kl, fused_logprobs
 from fusedce.backends import class_logits
@@ -16,6 +18,17 @@ from fusedce.testing import Case, cases
 
 BACKENDS = ["torch", "triton"]
 OPTIONS = ("bias", "softcap", "logit_scale", "ignore_index")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("K", [None, 3])
+@pytest.mark.parametrize(
+    "through",
+    [some for n in range(1, 5) for some in itertools.combinations(DIFFERENTIABLE, n)],
+    ids="+".join,
+)
+def test_any_outputs_may_be_without_a_gradient(through, K, backend):
+    compare(Case((7,), 16, 37, ignored=0.3), backend, K=K, through=through)
 
 
 temperatures = st.sampled_from([1.0, 0.3, 2.0, "each"])

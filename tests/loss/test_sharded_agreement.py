@@ -11,8 +11,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fusedce import fused_ce, fused_cross_entropy, fused_kl, fused_kl_tokens, fused_logprobs
 from fusedce import fused_topk as top_classes
-from fusedce.loss import sharded_problem
-from fusedce.loss.sharded_problem import _checksum
+from fusedce.ranks import agreement
+from fusedce.ranks.agreement import _checksum
 from fusedce.sharded import sharded_argmax, sharded_ce, sharded_cross_entropy, sharded_logprobs
 
 N, H, V = 7, 4, 6
@@ -291,12 +291,12 @@ def test_an_error_is_sent_from_where_the_group_can_send(monkeypatch):
     """NCCL sends nothing from the host, where wrong labels may lie."""
     sent = []
     keep = lambda mine, _: sent.append(mine.device.type)  # noqa: E731
-    monkeypatch.setattr(sharded_problem, "_all_gather_rows", keep)
-    monkeypatch.setattr(sharded_problem, "error_text", str)
-    monkeypatch.setattr(sharded_problem, "device_for", lambda group, device: torch.device("meta"))
-    with sharded_problem.tell_peers_on_error([object()], torch.device("cpu")):
+    monkeypatch.setattr(agreement, "all_gather_rows", keep)
+    monkeypatch.setattr(agreement, "error_text", str)
+    monkeypatch.setattr(agreement, "device_for", lambda group, device: torch.device("meta"))
+    with agreement.tell_peers_on_error([object()], torch.device("cpu")):
         raise ValueError("labels must be on the device of hidden")
-    with sharded_problem.tell_peers_on_error([object()], None):
+    with agreement.tell_peers_on_error([object()], None):
         raise TypeError("labels must be a tensor")
     assert sent == ["meta", "meta"]
 

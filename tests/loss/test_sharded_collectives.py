@@ -12,7 +12,7 @@ from support.vocabulary import UNEQUAL, H, K, Largest, Layout, N, inputs, watche
 from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
 from fusedce.agreement import ALL_GATHER
 from fusedce.backends import plan
-from fusedce.loss.sharded_problem import LENGTH
+from fusedce.ranks.agreement import LENGTH
 
 WORLDS = pytest.mark.parametrize("world", [2, 4])
 

@@ -9,13 +9,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from fusedce.autograd.tokens import ShardedBackend
 from fusedce.backends import shards
-from fusedce.backends.choose import get_backend
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.archs import BY_NAME
 from fusedce.contract.labels import bad_label_code, count_or_code
-from fusedce.contract.problem import Outputs, Problem, Shard
+from fusedce.contract.problem import Outputs, Problem, Shard, Task
+from fusedce.ranks import merge
 
 N, H, V = 12, 8, 10
 
@@ -31,6 +30,7 @@ class Launched:
 
 def test_nothing_waits_for_the_losses_of_tokens(monkeypatch):
     monkeypatch.setattr(Shard, "group", None)
+    monkeypatch.setattr(merge.dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(shards, "all_gather", lambda x, group: torch.cat([x, x]))
     for name, module in list(sys.modules.items()):
         if name.startswith("fusedce.backends.triton."):
@@ -47,8 +47,8 @@ def test_nothing_waits_for_the_losses_of_tokens(monkeypatch):
         label_smoothing=0.1,
         backend="triton",
     )
-    shard = ShardedBackend(get_backend("triton"), Shard("", 0, V, V // 2))
-    nll, lse, _, zmean, *_ = shard.token_stats(problem, Outputs(lse=True, zmean=True), None)
+    task = Task(problem, Outputs(lse=True, zmean=True))
+    (nll, lse, _, zmean, *_), _ = merge.token_stats(task, shard=Shard("", 0, V, V // 2))
     assert nll.shape == lse.shape == zmean.shape == (N,)
 
 

@@ -16,10 +16,16 @@ def several_classes(labels, V, K, ignore_index, rng):
     return classes.to(labels.dtype)
 
 
-def compare(case, backend, temperature=1.0, chunk_tokens=None, K=None, device="cpu"):
+DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logit")
+
+
+def compare(
+    case, backend, temperature=1.0, chunk_tokens=None, K=None, device="cpu", through=DIFFERENTIABLE
+):
     """Values and gradients under random upstream ones: at most twice the eager error in bf16.
 
-    ``temperature``: a number, or "each" for one a token.
+    ``temperature``: a number, or "each" for one a token. The loss is one of the outputs ``through``
+    alone.
     """
     hidden, weight, labels, bias = case.tensors(device)
     hidden = hidden.nan_to_num()  # eager looks at ignored rows too
@@ -48,7 +54,11 @@ def compare(case, backend, temperature=1.0, chunk_tokens=None, K=None, device="c
             upstream = [torch.randn(x.shape, generator=rng).to(device) for x in values]
             for u in upstream:  # for a third of the tokens 0
                 u.view(-1)[::3] = 0
-        loss = sum((u.to(x.dtype) * x).sum() for u, x in zip(upstream, values, strict=True))
+        loss = sum(
+            (u.to(x.dtype) * x).sum()
+            for name, u, x in zip(DIFFERENTIABLE, upstream, values, strict=True)
+            if name in through
+        )
         return out, values, torch.autograd.grad(loss, leaves)
 
     ours, values, d_ours = run(

@@ -15,7 +15,7 @@ __all__ = [
     "loss",
     "loss_and_grads",
     "room_for_logits",
-    "scale_",
+    "scaled",
     "sums_smoothing",
     "token_grads",
     "token_stats",
@@ -23,7 +23,14 @@ __all__ = [
 _PART, _PART_OF_DEVICE = 2**20, 2**26  # elements that are multiplied at a time
 
 
-def scale_(x: Tensor, factor: Tensor) -> None:
+def scaled(grads: list[Tensor], factor: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Each of ``grads`` times ``factor ()`` in ``dtype``; overwrites them."""
+    for grad in grads:
+        _scale_(grad, factor)
+    return [grad.to(dtype) for grad in grads]
+
+
+def _scale_(x: Tensor, factor: Tensor) -> None:
     """``x *= factor`` for a 0-d ``factor``, multiplied in float32 or better, then rounded once.
 
     0 stays 0: without a valid token a user may divide by 0, and torch's gradients are 0 then.

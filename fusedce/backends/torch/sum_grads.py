@@ -94,7 +94,7 @@ def _added(totals: list[Tensor], problem: Problem) -> Tensor:
     return torch.stack(totals).sum().to(dtype)
 
 
-def sums_smoothing(problem: Problem) -> bool:
+def sums_smoothing(problem: Problem, wanted: Outputs) -> bool:
     """Whether exponentials are unrounded and in one chunk's memory, so that a share comes off."""
     exact = not Products.of(problem.hidden).narrow
     return exact and problem.softcap is None and problem.memory_budget is None

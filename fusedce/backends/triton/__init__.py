@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from fusedce.backends.gradients import Summed
@@ -17,7 +20,7 @@ __all__ = [
     "loss",
     "loss_and_grads",
     "room_for_logits",
-    "scale_",
+    "scaled",
     "sums_smoothing",
     "token_grads",
     "token_stats",
@@ -25,18 +28,14 @@ __all__ = [
 
 
 SCALE_BLOCK = 8192  # numbers that a program multiplies at a time
+_NO_GRADS = dict.fromkeys(f"{name}{i}" for i in range(3) for name in ("x", "out", "n"))
 
 
 def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
     """The sum and its wanted gradients."""
     assert task.shard is None, "sums over shards go by their tokens"
-    problem = task.problem
-    # A small call that is smoothed comes here whatever it asks for, and chunks know no smoothing.
-    if small_sums.fits(problem) and (argmax is None or problem.label_smoothing):
-        found = small_sums.loss_and_grads(problem, task.wanted)
-        if argmax is not None:  # last, as it may have the labels' memory
-            token_stats(problem, Outputs(), argmax)
-        return found
+    if argmax is None and small_sums.fits(task.problem):
+        return small_sums.loss_and_grads(task.problem, task.wanted)
     return sum_grads.loss_and_grads(task.problem, task.wanted, argmax)
 
 
@@ -47,27 +46,36 @@ def divergence_and_grads(task: Task) -> Summed:
     return divergence_chunks.divergence_and_grads(task.problem, task.divergence, task.wanted)
 
 
-def sums_smoothing(problem: Problem) -> bool:
+def sums_smoothing(problem: Problem, wanted: Outputs) -> bool:
     """A small batch alone: a chunk's exponentials have two bytes, from which no share comes off."""
-    return small_sums.fits(problem)
+    return small_sums.fits(problem) and not wanted.argmax
 
 
 def room_for_logits(problem: Problem) -> None:
     """Never: the logits stay in registers."""
 
 
-def scale_(x: Tensor, factor: Tensor) -> None:
-    """``x *= factor``, 0 stays 0; nothing is written for 1, which only the GPU needs to know."""
-    if x.numel():
-        with device_guard(x.device):
+def scaled(grads: list[Tensor], factor: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Each of ``grads`` times ``factor ()`` in ``dtype``, in one launch.
+
+    Those that have the dtype are overwritten, unless the factor is 1, which only the GPU needs to
+    know.
+    """
+    made = [x if x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x in grads]
+    most = max(x.numel() for x in grads)
+    if most:
+        arguments: dict[str, Any] = {}
+        for i, (x, out) in enumerate(zip(grads, made, strict=True)):
+            arguments |= {f"x{i}": x, f"out{i}": None if out is x else out, f"n{i}": x.numel()}
+        with device_guard(factor.device):
             # 8 programs of 8 warps fill a multiprocessor of 64 warps (6 fill one of 48).
-            programs = min(-(-x.numel() // SCALE_BLOCK), 8 * archs.processors(x.device))
+            programs = min(-(-most // SCALE_BLOCK), 8 * archs.processors(factor.device))
             launch_grid(
                 scale_kernel,
                 (programs,),
-                x=x,
+                **(_NO_GRADS | arguments),
                 g=factor,
-                n=x.numel(),
                 BLOCK=SCALE_BLOCK,
                 num_warps=8,
             )
+    return made

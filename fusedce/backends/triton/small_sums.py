@@ -122,7 +122,5 @@ def loss_and_grads(problem: Problem, wanted: Outputs) -> Summed:
             BLOCK_H=block_h,
             num_warps=_WARPS,
         )
-        grads = (d_hidden, d_weight, None)
-        return Summed(
-            loss_sum, n_valid, factor, *(losses.new_empty(0) if x is None else x for x in grads)
-        )
+        found = (losses.new_empty(0) if x is None else x for x in (d_hidden, d_weight, None))
+        return Summed(loss_sum, n_valid, factor, *found)
