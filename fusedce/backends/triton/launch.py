@@ -22,7 +22,7 @@ from fusedce.backends.triton.archs import Blocks, vocabulary_splits
 from fusedce.contract.labels import bad_label_message
 from fusedce.contract.problem import Problem, Projection
 from fusedce.kernels.compact import compact_kernel
-from fusedce.kernels.walk import walk_kernel
+from fusedce.kernels.walk import EXPONENTIALS, STATISTICS, SUMS, walk_kernel
 
 # Triton's interpreter, which takes a GPU's tensors as well, multiplies bfloat16 as integers.
 INTERPRETED = not isinstance(walk_kernel, triton.JITFunction)
@@ -38,7 +38,7 @@ def walk(
     stride_split: int | None = None,
     **given: Any,
 ) -> None:
-    """Launch the walk over the vocabulary; arguments that are not given are None.
+    """Launch the walk over the vocabulary; a forgotten argument of the epilogue is a TypeError.
 
     ``stride_split``: between the splits of maxima, sums and the like; None: N.
     """
@@ -80,8 +80,23 @@ def walk(
     launch_grid(
         walk_kernel,
         (-(-N // blocks.BLOCK_N) * splits,),
-        **(dict.fromkeys(walk_kernel.arg_names) | common | given),
+        **(dict.fromkeys(_NOT_OF[epilogue.value]) | common | given),
     )
+
+
+# What an epilogue never reads. All else must be given, if only as None.
+_NOT_OF = {
+    SUMS.value: (
+        "best", "class_weight", "temperature", "moments", "zsums", "exps", "width", "stride_ec",
+    ),
+    STATISTICS.value: (
+        "block_losses", "tickets", "loss_sum", "lse", "exps", "width", "stride_ec",
+    ),
+    EXPONENTIALS.value: (
+        "rows", "count", "block_losses", "tickets", "loss_sum", "lse", "class_weight",
+        "temperature", "moments", "zsums",
+    ),
+}  # fmt: skip
 
 
 def pointwise(head: Projection) -> dict[str, Any]:

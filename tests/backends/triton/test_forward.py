@@ -98,3 +98,16 @@ def test_a_token_beside_one_out_of_range_has_the_same_bits():
         token = slice(n, n + 1)
         alone = one_pass(torch.eye(16)[token], weight, labels[token])[2]
         assert alone.equal(together[token]), n
+
+
+@pytest.mark.parametrize(("loss", "forgotten"), [("sum", "loss_sum"), ("none", "moments")])
+def test_a_forgotten_argument_of_the_walk_is_an_error(monkeypatch, loss, forgotten):
+    """It would be None, which some branch of the kernel takes for something left out."""
+    from fusedce.backends.triton import forward, launch
+
+    def walk(*given, **named):
+        launch.walk(*given, **{name: x for name, x in named.items() if name != forgotten})
+
+    monkeypatch.setattr(forward, "walk", walk)
+    with pytest.raises(TypeError, match=forgotten):
+        fusedce.fused_cross_entropy(*make(), reduction=loss, backend="triton")

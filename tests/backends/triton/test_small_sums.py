@@ -115,8 +115,7 @@ def test_the_likeliest_classes_beside_a_smoothed_sum(dtype):
         assert argmax.equal(best)
 
 
-@pytest.mark.parametrize("need", [BOTH, ("hidden",), ("weight",)], ids="+".join)
-def test_compiled(need):
+def test_compiled():
     """A compiled call goes by the operator, none of whose results may share memory."""
-    case = Case((8,), 16, 50, requires_grad=need, options=OPTIONS["all"])
+    case = Case((8,), 16, 50, requires_grad=("hidden",), options=OPTIONS["all"])
     check(torch.compile(small, backend="aot_eager", fullgraph=True), case)
