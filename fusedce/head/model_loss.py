@@ -201,7 +201,7 @@ def _name_in(batch: Mapping[str, Any]) -> str:
     return "labels" if batch.get("shift_labels") is None else "shift_labels"
 
 
-def _inner(model: Any) -> nn.Module:
+def inner_model(model: Any) -> nn.Module:
     """The model inside of DDP, DeepSpeed's engine or ``torch.compile``."""
     while True:
         inside = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
@@ -212,12 +212,12 @@ def _inner(model: Any) -> nn.Module:
 
 def known_label_count(model: Any) -> LabelCount | None:
     """Return the result of :func:`find_label_count` that stays with a model, if there is one."""
-    return _inner(model).__dict__.get(LABELS)
+    return inner_model(model).__dict__.get(LABELS)
 
 
 def forget_label_count(model: Any) -> None:
     """Let the next batch find it out again, of a model that may have changed."""
-    _inner(model).__dict__.pop(LABELS, None)
+    inner_model(model).__dict__.pop(LABELS, None)
 
 
 @torch.no_grad()
@@ -251,13 +251,13 @@ def find_label_count(
             exact, shift = True, 0
             if whole and labels.dim() > 1:
                 exact, shift = _probe(model, inputs, name, loss_of(outputs))
-            note = _note(_inner(model), observer, exact=exact)
+            note = _note(inner_model(model), observer, exact=exact)
             logger.warning("fusedce %s", note)
             found = LabelCount(name, shift, note)
     finally:
         for module in training:
             module.training = True
-    _inner(model).__dict__[LABELS] = found
+    inner_model(model).__dict__[LABELS] = found
     return found
 
 

@@ -40,7 +40,7 @@ def fused_topk(
     bias: Tensor | None = None,  # (V,)
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    temperature: float | Tensor = 1.0,  # or (...) floats
+    temperature: float | Tensor = 1.0,  # or (...) or (..., 1) floats
     memory_budget: int | None = None,  # bytes
     backend: str | None = None,
     process_group: Any = None,
