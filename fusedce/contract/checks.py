@@ -224,9 +224,10 @@ def check_tensors(problem: Problem) -> None:
     H = hidden.shape[-1]
     if weight.dtype in (torch.uint8, torch.int8):
         raise TypeError(
-            f"weight must be floats, got {weight.dtype} {tuple(weight.shape)}, as quantised layers "
-            f"pack theirs: dequantise it, or let the layer itself run, by model_logprobs(model, "
-            f"batch) or replace_loss_head(model)"
+            f"weight must have the dtype of hidden {hidden.dtype}, or another of float32, "
+            f"bfloat16, float16 and float64, got {weight.dtype} {tuple(weight.shape)}, as "
+            f"quantised layers pack theirs: dequantise it, or let the layer itself run, by "
+            f"model_logprobs(model, batch) or replace_loss_head(model)"
         )
     if weight.dim() != 2 or weight.shape[1] != H or len(weight) == 0:
         raise ValueError(

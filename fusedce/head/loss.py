@@ -184,7 +184,7 @@ class CrossEntropy:
         with nullcontext() if expects or factor is expected() else expecting(factor):
             out = self._sum(form.hidden, options, monitor)
         if observer is not None:
-            observer.observe(out, self.reduction)
+            observer.observe(out, self.reduction, self.ignore_index)
         if self.reduction == "sum":
             return out.loss_sum
         self.divisor = out.n_valid if denominator is None else denominator

@@ -229,7 +229,8 @@ def find_label_count(
     ``trained`` has seen the losses of a forward pass in training mode, where they may be others.
 
     Raises:
-        ValueError: the loss is a sum over its labels, or does not depend on them.
+        ValueError: the loss is a sum over its labels, does not depend on them, or ignores another
+            label than -100.
     """
     name = _name_in(batch)
     labels = batch[name]
@@ -242,6 +243,14 @@ def find_label_count(
             outputs = model(**inputs)
         observer = trained or observer
         if observer.reductions == ["mean"]:
+            if observer.ignored != [-100]:
+                raise ValueError(
+                    f"the loss of {type(model).__name__} has ignore_index={observer.ignored[0]}, "
+                    f"but a trainer counts the labels that are not -100: have the model's "
+                    f"F.cross_entropy ignore -100, and put -100 where labels are "
+                    f"{observer.ignored[0]} now; or write a loop with LossAccumulator and "
+                    f"model_loss(model, batch), which count as the loss does"
+                )
             n = int(observer.losses[0][1])
             shift = (labels.numel() - n) // len(labels)
             if n and labels.numel() - n not in (0, len(labels)):  # padding as well, perhaps
