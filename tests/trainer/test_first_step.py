@@ -134,6 +134,8 @@ def test_axolotls_real_trainer(tmp_path):
     """Runs where Axolotl is installed: it needs other versions than these tests pin."""
     base = pytest.importorskip("axolotl.core.trainers.base")
     of_args = pytest.importorskip("axolotl.core.training_args")
+    rows = [{name: x.tolist() for name, x in row.items()} for row in Dataset().rows]
+    data = pytest.importorskip("datasets").Dataset.from_list(rows)
 
     class Both(FusedTrainerMixin, base.AxolotlTrainer):
         pass
@@ -145,7 +147,7 @@ def test_axolotls_real_trainer(tmp_path):
         args = of_args.AxolotlTrainingArguments(
             **{k: v for k, v in settings.items() if k in names and not k.startswith("_")}
         )
-        trainer, losses, seen, _ = train(kind, sharpened(), args)
+        trainer, losses, seen, _ = train(kind, sharpened(), args, train_dataset=data)
         assert head_report(trainer.model).logits_made == 0
         found.append(losses + seen.norms)
     assert found[1] == pytest.approx(found[0], rel=8 * SAME_MODEL)
