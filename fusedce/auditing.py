@@ -29,6 +29,7 @@ from fusedce.accumulate.gradients import LISTENERS, norms_of
 from fusedce.audited_logits import LogitFinder, when_gradient_arrives
 from fusedce.contract.results import LossSum
 from fusedce.head.model_loss import inner_model
+from fusedce.packing import document_starts, leak_across_documents, leak_message
 
 logger = logging.getLogger(__name__)
 
@@ -100,12 +101,16 @@ class Audit:
 
     Attributes:
         steps: one :class:`Step` for each optimizer step, once the ``with`` block has ended.
+        leak: by how many nats a loss in the first packed batch changed with other tokens in the
+            document before its own; 0 up to rounding, ``None`` if no batch told.
     """
 
     def __init__(
         self, model: torch.nn.Module, adds: bool, loss_scale: float | Callable[[], float]
     ) -> None:
         self.steps: list[Step] = []
+        self.leak: float | None = None
+        self._is_packing_known = False
         self._model = model
         self._finder = LogitFinder(model, self._after_forward, lambda x: isinstance(x, LossSum))
         self._where = ""  # words for where the logits were found
@@ -123,11 +128,12 @@ class Audit:
         self._parameters = {id(p) for p in self._model.parameters()}
         # Compiled code runs no hooks that came later.
         self._uncompiled = torch.compiler.set_stance("force_eager")
-        self._finder.attach()
         self._handles = [
+            self._model.register_forward_pre_hook(self._check_packing, with_kwargs=True),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
+        self._finder.attach()
         LISTENERS.append(self._after_correction)
         return self
 
@@ -173,6 +179,22 @@ class Audit:
         return AuditCallback()
 
     # ---- hooks ------------------------------------------------------------------------------
+
+    def _check_packing(self, module: Any, args: Any, batch: dict[str, Any]) -> None:
+        """Try, once, whether attention crosses the borders of packed documents.
+
+        Alone, at the first batch of several documents; on several ranks at the first that tells of
+        any, so that all ranks run the model.
+        """
+        ids = batch.get("input_ids")
+        if self._is_packing_known or not torch.is_grad_enabled() or not isinstance(ids, Tensor):
+            return
+        starts = document_starts(batch, ids)
+        alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+        if starts is None or (alone and not starts.any()):
+            return
+        self._is_packing_known = True
+        self.leak = leak_across_documents(module, batch)
 
     def _after_forward(self, found: Any, where: str) -> None:
         """Watch the gradient of a forward's logits, or of the sum of losses that it returned."""
@@ -353,6 +375,8 @@ class Audit:
                 f"the loss that is logged is not that of the tokens ({said:.4f} where {right:.4f} "
                 f"is right)"
             )
+        if self.leak:
+            found.append(leak_message(type(self._model).__name__, self.leak))
         return not found, "; ".join(found) or (
             "every token weighs the same, and the gradient is that of the mean over all tokens"
         )
@@ -387,6 +411,9 @@ def audit(
     writes it to the log when training ends), and a verdict in words (``report.verdict()``). It
     works around plain loops, accelerate, Lightning and Trainer (or with ``report.callback()``),
     with or without fusedce.
+
+    At the first batch whose ``position_ids`` restart (or that has ``cu_seq_lens_q``), the model
+    runs twice more, to find out whether its attention crosses the borders of packed documents.
 
     It reads numbers at each micro-batch and keeps logits until backward: use it for a few steps,
     not for a training run.

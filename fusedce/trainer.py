@@ -31,6 +31,7 @@ from fusedce.head.model_loss import (
 from fusedce.head.observe import LossObserver
 from fusedce.head.replace import replace_loss_head
 from fusedce.logged_stats import MONITORED, LoggedStats
+from fusedce.packing import document_starts, leak_across_documents, leak_message
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,8 @@ class FusedTrainerMixin:
     * evaluation and prediction report sum / count over all tokens, whatever the batch size; samples
       that are repeated to fill the last batch of a distributed evaluation are not counted twice;
     * in packed batches (``position_ids`` that restart, without ``attention_mask``) no token is
-      trained across a document's border.
+      trained across a document's border. At the first packed batch the model runs twice more, to
+      find out whether its attention crosses borders; a warning says so.
 
     ``label_smoothing_factor``, and SFTTrainer's ``loss_type="dft"`` (dynamic fine-tuning), are part
     of the fused loss.
@@ -153,6 +155,7 @@ class FusedTrainerMixin:
         self._replace_head()
         self.model_accepts_loss_kwargs = False  # the model's loss is always a mean
         self._eval_totals: LossMeter | None = None
+        self._is_packing_known = False  # whether packed batches were tried
         self._evaluated: Any = None  # outputs of an evaluation's last forward
         self._begin_run()
 
@@ -188,8 +191,27 @@ class FusedTrainerMixin:
         for batch in batch_samples:
             _mask_borders(batch, self._labels_of)
             count += labels.of(batch).to(device)
+            self._check_packing(batch)
         self._declared = self._declared + count
         return self._sum_over_ranks(count)
+
+    def _check_packing(self, batch: dict[str, Any]) -> None:
+        """Warn, once, if attention crosses the borders of the documents in the first packed batch.
+
+        Alone, the first whose documents are several; on several ranks the first that tells of any,
+        so that all ranks run the model.
+        """
+        ids = batch.get("input_ids")
+        if self._is_packing_known or not isinstance(ids, Tensor):
+            return
+        starts = document_starts(batch, ids)
+        if starts is None or not (self.accelerator.num_processes > 1 or starts.any()):
+            return
+        self._is_packing_known = True
+        with self.compute_loss_context_manager():
+            change = leak_across_documents(self.model, self._prepare_inputs(dict(batch)))
+        if change:
+            logger.warning("%s", leak_message(type(self.model).__name__, change))
 
     def compute_loss(
         self,
@@ -503,14 +525,9 @@ def _mask_borders(batch: dict[str, Any], labels_of: Callable[[dict[str, Any]], L
     labels = batch.get("labels", batch.get("shift_labels"))
     if "attention_mask" in batch or labels is None:
         return
-    if (positions := batch.get("position_ids")) is not None and positions.shape == labels.shape:
-        starts = positions == 0
-    elif (cu_seqlens := batch.get("cu_seq_lens_q")) is not None and len(labels) == 1:
-        starts = torch.zeros_like(labels, dtype=torch.bool)
-        starts[0, cu_seqlens[:-1].long()] = True
-    else:
+    starts = document_starts(batch, labels)
+    if starts is None:
         return
-    starts[:, 0] = False  # the first document of a row crosses nothing
     if "shift_labels" not in batch and not labels_of(batch).shift:
         return
     for name, where in (("labels", starts), ("shift_labels", starts.roll(-1, 1))):

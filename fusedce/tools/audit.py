@@ -162,7 +162,9 @@ def audit(
 def value(report: Audit) -> dict[str, Any]:
     """The findings, for JSON."""
     steps = [asdict(step) for step in report.steps]
-    return {"right": report.right(), "verdict": report.verdict(), "steps": steps}
+    return {
+        "right": report.right(), "verdict": report.verdict(), "leak": report.leak, "steps": steps
+    }  # fmt: skip
 
 
 def picture(report: Audit) -> str:
