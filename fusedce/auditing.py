@@ -316,15 +316,27 @@ class Audit:
         return self._judged()[1]
 
     def right(self) -> bool | None:
-        """Whether the loop weighs tokens rightly; ``None`` if that cannot be said."""
+        """Whether the loop is right; ``None`` if that cannot be said."""
         return self._judged()[0]
 
     def n_steps(self) -> int:
         """Optimizer steps that this rank has made so far."""
         return len(self._ended)
 
+    def weighs_right(self) -> bool | None:
+        """Whether tokens weigh the same, whatever attention does; ``None``: not known."""
+        return self._weighed()[0]
+
     def _judged(self) -> tuple[bool | None, str]:
         """Whether the loop is right, and the verdict."""
+        right, words = self._weighed()
+        if not self.leak or right is None:
+            return right, words
+        crosses = leak_message(type(self._model).__name__, self.leak)
+        return False, crosses if right else f"{words}; {crosses}"
+
+    def _weighed(self) -> tuple[bool | None, str]:
+        """Whether the loop weighs tokens rightly, and the verdict on that."""
         if not self.steps and self._unseen:
             return None, (
                 f"{self._unseen} optimizer steps were made, but the model itself was never called "
@@ -375,8 +387,6 @@ class Audit:
                 f"the loss that is logged is not that of the tokens ({said:.4f} where {right:.4f} "
                 f"is right)"
             )
-        if self.leak:
-            found.append(leak_message(type(self._model).__name__, self.leak))
         return not found, "; ".join(found) or (
             "every token weighs the same, and the gradient is that of the mean over all tokens"
         )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fusedce.head.model_logprobs import model_logprobs
+from fusedce.head.model_loss import in_evaluation
 
 # What a batch of text may hold; others, such as images, belong to certain tokens.
 _OF_TEXT = {
@@ -62,18 +63,14 @@ def leak_across_documents(model: Any, batch: Mapping[str, Any]) -> float | None:
     labels = ids.where(later, -100).roll(-1, 1)
     labels[:, -1] = -100
     labels = labels.masked_fill(~later | starts.roll(-1, 1), -100)  # of later documents alone
-    training = [m for m in model.modules() if m.training]
-    model.eval()
     try:
-        before, after = (
-            model_logprobs(model, given | {"input_ids": x, "shift_labels": labels}).logprob
-            for x in (ids, changed)
-        )
+        with in_evaluation(model):
+            before, after = (
+                model_logprobs(model, given | {"input_ids": x, "shift_labels": labels}).logprob
+                for x in (ids, changed)
+            )
     except ValueError:  # no head, or no logits
         return None
-    finally:
-        for module in training:
-            module.training = True
     if torch.equal(ids, changed) or not (labels != -100).any():
         return None
     change = float((after - before).abs().max())
@@ -91,5 +88,5 @@ def leak_message(name: str, change: float) -> str:
         f"change a loss in the next by {change:.2g} nats. Its position_ids restart, but its "
         f"attention does not read them: take one of variable length "
         f"(attn_implementation='flash_attention_2'), leave attention_mask out of packed batches "
-        f"(transformers then makes a mask of position_ids), or do not pack"
+        f"and set use_cache=False (transformers then makes a mask of position_ids), or do not pack"
     )

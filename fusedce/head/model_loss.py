@@ -8,8 +8,9 @@ passes find out how many labels of a row it leaves out, and whether it is such a
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -210,6 +211,18 @@ def inner_model(model: Any) -> nn.Module:
         model = inside
 
 
+@contextlib.contextmanager
+def in_evaluation(model: Any) -> Iterator[None]:
+    """Have a model, in this block, in evaluation mode; afterwards its modules are as before."""
+    training = [m for m in model.modules() if m.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def known_label_count(model: Any) -> LabelCount | None:
     """Return the result of :func:`find_label_count` that stays with a model, if there is one."""
     return inner_model(model).__dict__.get(LABELS)
@@ -236,9 +249,7 @@ def find_label_count(
     labels = batch[name]
     whole = not labels.is_floating_point()
     inputs = {**batch, name: labels.clamp(min=0) if whole else labels}
-    training = [m for m in model.modules() if m.training]
-    model.eval()
-    try:
+    with in_evaluation(model):
         with LossObserver() as observer:
             outputs = model(**inputs)
         observer = trained or observer
@@ -263,9 +274,6 @@ def find_label_count(
             note = _note(inner_model(model), observer, exact=exact)
             logger.warning("fusedce %s", note)
             found = LabelCount(name, shift, note)
-    finally:
-        for module in training:
-            module.training = True
     inner_model(model).__dict__[LABELS] = found
     return found
 

@@ -156,7 +156,7 @@ def audit(
         called = f"; called were {', '.join(watch.called)}" if watch.called else ""
         wanted = "model" if model is None else f"model of a class {model}"
         raise UserError(f"no {wanted} was called with gradients{called}")
-    return watch.report, watch.loop.remedy() if watch.report.right() is False else None
+    return watch.report, watch.loop.remedy() if watch.report.weighs_right() is False else None
 
 
 def value(report: Audit) -> dict[str, Any]:
