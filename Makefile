@@ -96,9 +96,17 @@ clean:
 	@rm -rf .venv .venv-oldest .venv-newest .venv-torch2.11 .venv-docs out build dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# PyPI's torch for Linux needs NVIDIA's libraries, also where no GPU is.
+define WITHOUT_GPU
+== no GPU is seen here, but 5 GB of CUDA come with PyPI's torch. Without them: interrupt this, and
+   $(PYTHON) -m venv .venv
+   .venv/bin/pip install $(shell grep -h '^torch==' constraints.txt) --index-url https://download.pytorch.org/whl/cpu
+endef
+export WITHOUT_GPU
 # A changed dependency list installs again; a failed install leaves no stamp.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "== set-up: the pinned dependencies into .venv (a few minutes, once)"
+	@[ "$$(uname)" != Linux ] || [ -e /dev/nvidia0 ] || [ -e /dev/kfd ] || $(BIN)/python -c "import torch" 2>/dev/null || echo "$$WITHOUT_GPU"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '$(EXTRAS)' --group dev

@@ -2,7 +2,7 @@
 
     python examples/dpo.py
 
-Look at: one call of `fused_logprobs` for chosen and rejected answers together, one under
+Look at: one call of `model_logprobs` for chosen and rejected answers together, one under
 `torch.no_grad()` for the reference, and no logits in either. The loss begins at log 2, where policy
 and reference are the same, and `LossAccumulator` divides by the pairs of the whole step, so that
 every pair weighs the same in micro-batches of 3 and of 1. The chosen answers count up.
@@ -38,8 +38,8 @@ def answer_logprob(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
     """``(B, T)`` tokens to ``(B,)`` log-probabilities of their answers: prompts are ignored."""
     labels = tokens.clone()
     labels[:, :PROMPT] = -100
-    hidden, aligned = model.model(tokens).last_hidden_state, fusedce.shift_labels(labels)
-    return fusedce.fused_logprobs(hidden, model.lm_head.weight, aligned).logprob.sum(-1)
+    batch = {"input_ids": tokens, "labels": labels}
+    return fusedce.model_logprobs(model, batch).logprob.sum(-1)
 
 
 def train(steps: int = 10) -> list[float]:

@@ -35,8 +35,8 @@ def answer_logprob(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
     """``(B, T)`` tokens to ``(B,)`` log-probabilities of their answers: prompts are ignored."""
     labels = tokens.clone()
     labels[:, :PROMPT] = -100
-    hidden, aligned = model.model(tokens).last_hidden_state, fusedce.shift_labels(labels)
-    return fusedce.fused_logprobs(hidden, model.lm_head.weight, aligned).logprob.sum(-1)
+    batch = {"input_ids": tokens, "labels": labels}
+    return fusedce.model_logprobs(model, batch).logprob.sum(-1)
 
 
 def train(steps: int = 10) -> list[tuple[float, float]]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fusedce.contract.results import LossSum as LossSum
     from fusedce.contract.results import TokenStats as TokenStats
     from fusedce.contract.results import TopK as TopK
+    from fusedce.head.model_logprobs import model_logprobs as model_logprobs
     from fusedce.head.model_loss import model_loss as model_loss
     from fusedce.head.replace import head_report as head_report
     from fusedce.head.replace import replace_loss_head as replace_loss_head
@@ -57,6 +58,7 @@ _NAMES = {
     "auditing": ("audit",),
     "contract.labels": ("count_valid", "shift_labels"),
     "contract.results": ("LossSum", "TokenStats", "TopK"),
+    "head.model_logprobs": ("model_logprobs",),
     "head.model_loss": ("model_loss",),
     "head.replace": ("head_report", "replace_loss_head", "restore_loss_head"),
     "loss.cross_entropy": (

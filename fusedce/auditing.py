@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -27,7 +26,10 @@ from torch.optim.optimizer import (
 
 from fusedce.accumulate.engines import current_backward, is_held_by_fsdp2, when_backward_ends
 from fusedce.accumulate.gradients import LISTENERS, norms_of
+from fusedce.audited_logits import LogitFinder, when_gradient_arrives
 from fusedce.contract.results import LossSum
+from fusedce.head.model_loss import inner_model
+from fusedce.packing import document_starts, leak_across_documents, leak_message
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,6 @@ _ROWS = 128  # positions whose logits are read together
 _SMOOTHED = 1e-3  # the least label smoothing that differs from rounding
 _TOLERANCE = 0.01  # weights that differ by less are the same: bf16 gradients are rounded
 _CERTAIN, _UNEVEN = 0.01, 0.1  # for one token: least 1 - p of its label, tolerance of its weight
-_CASTS = ("ToCopyBackward0", "CloneBackward0")  # autograd nodes of copies of the same shape
 _COLUMNS = ("step", "tokens", "true loss", "descended", "logged", "gradient's scale", "spread")
 
 
@@ -54,6 +55,7 @@ class Step:
         afterwards: by how much ``.grad`` grew between the last backward and the step.
         even: whether the tokens of each micro-batch weigh the same; else ``scale`` and ``spread``
             are those of means.
+        of_logits: whether all gradients were those of a cross-entropy of logits.
         micro_batches: of each, in the order of ranks, its tokens, and their weight over the right
             one.
     """
@@ -68,11 +70,8 @@ class Step:
     lost: int
     afterwards: float
     even: bool
+    of_logits: bool
     micro_batches: list[tuple[int, float]]
-
-
-class NotAuditable(ValueError):
-    """A model's forward has returned neither logits nor a sum of losses."""
 
 
 @dataclass
@@ -83,6 +82,7 @@ class MicroBatch:
     n_tokens: int  # trained
     weight: float  # the mean weight of a token in the gradient of this rank; NaN: unknown
     even: bool = True  # whether all tokens have this weight, as far as it is known
+    of_logits: bool = True  # whether the gradient is that of a cross-entropy of logits
 
 
 @dataclass
@@ -101,13 +101,19 @@ class Audit:
 
     Attributes:
         steps: one :class:`Step` for each optimizer step, once the ``with`` block has ended.
+        leak: by how many nats a loss in the first packed batch changed with other tokens in the
+            document before its own; 0 up to rounding, ``None`` if no batch told.
     """
 
     def __init__(
         self, model: torch.nn.Module, adds: bool, loss_scale: float | Callable[[], float]
     ) -> None:
         self.steps: list[Step] = []
+        self.leak: float | None = None
+        self._is_packing_known = False
         self._model = model
+        self._finder = LogitFinder(model, self._after_forward, lambda x: isinstance(x, LossSum))
+        self._where = ""  # words for where the logits were found
         self._adds = adds
         self._loss_scale = loss_scale if callable(loss_scale) else lambda: loss_scale
         self._ended: list[_Open] = []  # the micro-batches of each step that was made
@@ -120,17 +126,27 @@ class Audit:
 
     def __enter__(self) -> Audit:
         self._parameters = {id(p) for p in self._model.parameters()}
+        # Compiled code runs no hooks that came later.
+        self._uncompiled = torch.compiler.set_stance("force_eager")
         self._handles = [
-            self._model.register_forward_hook(self._after_forward),
+            self._model.register_forward_pre_hook(self._check_packing, with_kwargs=True),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
+        self._finder.attach()
         LISTENERS.append(self._after_correction)
         return self
+
+    def include(self, module: torch.nn.Module) -> None:
+        """Include the forward of ``module`` that has begun just before :meth:`__enter__`."""
+        if module is self._model:
+            self._finder.begin(module, ())
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         for handle in self._handles:
             handle.remove()
+        self._finder.detach()
+        self._uncompiled.__exit__(None, None, None)
         LISTENERS.remove(self._after_correction)
         if error is None:
             self._add_up()
@@ -164,24 +180,40 @@ class Audit:
 
     # ---- hooks ------------------------------------------------------------------------------
 
-    def _after_forward(self, module: Any, args: Any, out: Any) -> None:
+    def _check_packing(self, module: Any, args: Any, batch: dict[str, Any]) -> None:
+        """Try, once, whether attention crosses the borders of packed documents.
+
+        Alone, at the first batch of several documents; on several ranks at the first that tells of
+        any, so that all ranks run the model.
+        """
+        ids = batch.get("input_ids")
+        if self._is_packing_known or not torch.is_grad_enabled() or not isinstance(ids, Tensor):
+            return
+        starts = document_starts(batch, ids)
+        alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+        if starts is None or (alone and not starts.any()):
+            return
+        self._is_packing_known = True
+        self.leak = leak_across_documents(module, batch)
+
+    def _after_forward(self, found: Any, where: str) -> None:
         """Watch the gradient of a forward's logits, or of the sum of losses that it returned."""
-        if not torch.is_grad_enabled():
+        self._where = where
+        if isinstance(found, LossSum):
+            total, n = float(found.loss_sum.detach()), int(found.n_valid)
+            if found.loss_sum.requires_grad:
+                when_gradient_arrives(
+                    found.loss_sum, lambda g: self._add(MicroBatch(total, n, float(g)))
+                )
             return
-        if isinstance(out, LossSum):
-            total, n = float(out.loss_sum.detach()), int(out.n_valid)
-            if out.loss_sum.requires_grad:
-                _watch(out.loss_sum, lambda g: self._add(MicroBatch(total, n, float(g))))
-            return
-        get = out.get if isinstance(out, dict) else lambda name: getattr(out, name, None)
-        logits = out if isinstance(out, Tensor) else get("logits")
-        if not isinstance(logits, Tensor) or not logits.requires_grad:
-            raise NotAuditable(
-                f"audit needs a model that returns logits with a gradient, or a LossSum; "
-                f"{type(module).__name__} returned {type(out).__name__}"
-            )
-        held = logits.detach()
-        _watch(logits, lambda g: self._add(micro_batch_of(held, g)))
+        for logits, class_dim in found:
+            self._watch(logits, class_dim)
+
+    def _watch(self, logits: Tensor, class_dim: int) -> None:
+        held = logits.detach().movedim(class_dim, -1)
+        when_gradient_arrives(
+            logits, lambda g: self._add(micro_batch_of(held, g.movedim(class_dim, -1)))
+        )
 
     def _add(self, micro: MicroBatch) -> None:
         """Add a micro-batch whose backward runs now to the open step."""
@@ -274,6 +306,7 @@ class Audit:
                 lost=0 if skipped else sum(one.lost for one in together),
                 afterwards=together[0].afterwards,
                 even=all(m.even for m in micro),
+                of_logits=all(m.of_logits for m in micro),
                 micro_batches=[(m.n_tokens, w) for m, w in zip(micro, weights, strict=True)],
             )
             self.steps.append(step)
@@ -283,15 +316,27 @@ class Audit:
         return self._judged()[1]
 
     def right(self) -> bool | None:
-        """Whether the loop weighs tokens rightly; ``None`` if that cannot be said."""
+        """Whether the loop is right; ``None`` if that cannot be said."""
         return self._judged()[0]
 
     def n_steps(self) -> int:
         """Optimizer steps that this rank has made so far."""
         return len(self._ended)
 
+    def weighs_right(self) -> bool | None:
+        """Whether tokens weigh the same, whatever attention does; ``None``: not known."""
+        return self._weighed()[0]
+
     def _judged(self) -> tuple[bool | None, str]:
         """Whether the loop is right, and the verdict."""
+        right, words = self._weighed()
+        if not self.leak or right is None:
+            return right, words
+        crosses = leak_message(type(self._model).__name__, self.leak)
+        return False, crosses if right else f"{words}; {crosses}"
+
+    def _weighed(self) -> tuple[bool | None, str]:
+        """Whether the loop weighs tokens rightly, and the verdict on that."""
         if not self.steps and self._unseen:
             return None, (
                 f"{self._unseen} optimizer steps were made, but the model itself was never called "
@@ -302,6 +347,12 @@ class Audit:
             return (
                 None,
                 "no optimizer step was made: does the optimizer hold the model's parameters?",
+            )
+        if not all(step.of_logits for step in self.steps):
+            return None, (
+                f"{self._where} are no logits of a cross-entropy, by their gradient: a hidden "
+                f"state, logits that are scaled or capped later, or another loss? Audit the module "
+                f"that makes the logits, as in fusedce.audit(model.head)"
             )
         if lost := sum(step.lost for step in self.steps):
             return False, (
@@ -341,7 +392,12 @@ class Audit:
         )
 
     def __str__(self) -> str:
-        """A Markdown table with a line for each step, and the verdict."""
+        """A Markdown table with a line for each step, and the verdict.
+
+        What is no loss of logits has no table.
+        """
+        if not all(step.of_logits for step in self.steps):
+            return self.verdict()
         lines = ["", f"| {' | '.join(_COLUMNS)} |", "|---:" * len(_COLUMNS) + "|"]
         for i, s in enumerate(self.steps):
             logged = "" if s.logged is None else f"{s.logged:.4f}"
@@ -366,6 +422,9 @@ def audit(
     works around plain loops, accelerate, Lightning and Trainer (or with ``report.callback()``),
     with or without fusedce.
 
+    At the first batch whose ``position_ids`` restart (or that has ``cu_seq_lens_q``), the model
+    runs twice more, to find out whether its attention crosses the borders of packed documents.
+
     It reads numbers at each micro-batch and keeps logits until backward: use it for a few steps,
     not for a training run.
 
@@ -383,19 +442,21 @@ def audit(
         'your micro-batches are averaged: tokens of short ones weigh up to 3.0 x more'
 
     Args:
-        model: what the loop calls, or the module inside its DDP. It returns logits (alone or as
-            ``.logits``) or a :class:`LossSum`. A replaced head makes real logits during the audit.
+        model: what the loop calls, or the module inside its DDP or ``torch.compile``. It returns
+            logits (alone, as ``.logits``, or in a tuple), a :class:`LossSum`, or its loss alone:
+            then the audit watches what it gives to ``F.cross_entropy``, or what its head makes. A
+            replaced head makes real logits during the audit, and compiled code runs uncompiled.
         gradients_added: whether the engine adds gradients over ranks, instead of averaging them.
         loss_scale: what losses are multiplied by before backward and gradients divided by after
             it: ``scaler.get_scale`` of a ``GradScaler``.
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: the model's forward has returned something else; raised in that forward.
+        ValueError: no logits were found in a forward; raised in that forward.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    return Audit(getattr(model, "module", model), gradients_added, loss_scale)
+    return Audit(inner_model(model), gradients_added, loss_scale)
 
 
 def micro_batch_of(logits: Tensor, grad: Tensor) -> MicroBatch:
@@ -404,9 +465,10 @@ def micro_batch_of(logits: Tensor, grad: Tensor) -> MicroBatch:
     A row's gradient is ``w * (softmax - target)``. Beside the label, the target is one number: 0,
     or what label smoothing puts there. So ``w`` is the slope of the gradient over the
     probabilities of the other classes; without smoothing, its entry at the label tells ``w`` best.
-    Where the label is nearly certain that entry is rounding, and the other ones tell it.
+    Where the label is nearly certain that entry is rounding, and the other ones tell it. If the
+    gradient is no such line over the probabilities, these were no logits of a cross-entropy.
     """
-    found = []
+    found, misfit, whole = [], 0.0, 0.0
     rows = zip(logits.flatten(0, -2).split(_ROWS), grad.flatten(0, -2).split(_ROWS), strict=True)
     for z, g in rows:
         trained = (g != 0).any(-1)
@@ -420,9 +482,13 @@ def micro_batch_of(logits: Tensor, grad: Tensor) -> MicroBatch:
         dp = (logprobs.exp() - mean_p[:, None]) * others
         slope = (dp * (g - mean_g[:, None])).sum(-1) / dp.square().sum(-1)
         offset = mean_g - slope * mean_p
+        off_line = (g - slope[:, None] * logprobs.exp() - offset[:, None]) * others
         of_label = logprobs.gather(-1, labels)[:, 0]
         gap = -torch.expm1(of_label)
         smooth = -offset * g.shape[-1] > _SMOOTHED * slope.clamp(min=0)
+        clear = (gap > _CERTAIN) & (n > 2) & slope.isfinite()
+        misfit += float(off_line[clear].square().sum())
+        whole += float((g * others)[clear].square().sum())
         rest, at_label = (g * others).sum(-1), -g.gather(-1, labels)[:, 0]
         at_label = torch.where(gap < _CERTAIN, rest, at_label)
         weight = torch.where(smooth, slope, at_label / gap)
@@ -433,25 +499,7 @@ def micro_batch_of(logits: Tensor, grad: Tensor) -> MicroBatch:
     mean = float((weight * gap).sum() / gap.sum()) if len(gap) else 0.0  # NaN: p = 1 everywhere
     # The weight of a token whose label is nearly certain is a quotient of rounding errors.
     off = (weight - mean).abs()[gap > _CERTAIN] > _UNEVEN * abs(mean)
-    return MicroBatch(float(loss.sum()), len(loss), mean, not bool(off.any()))
-
-
-def _watch(x: Tensor, callback: Callable[[Tensor], None]) -> None:
-    """Call ``callback`` with the gradient that arrives at ``x``, or at the source of its cast.
-
-    With mixed precision, accelerate returns fp32 copies of a model's outputs, also of the bf16
-    logits that the model's loss is made of.
-    """
-    edge = get_gradient_edge(x)
-    node, nr = edge.node, edge.output_nr
-    while node.name() in _CASTS:
-        source, nr = node.next_functions[0]
-        assert source is not None  # a copy that needs a gradient has a source that needs one
-        node = source
-
-    def hook(grads: tuple[Tensor | None, ...]) -> None:  # holds no reference to its own node
-        grad = grads[nr]
-        if grad is not None:
-            callback(grad.detach())
-
-    node.register_prehook(hook)
+    # Logits of two bytes are not quite those of which the gradient was taken.
+    rounding = torch.finfo(logits.dtype).eps * float(logits.abs().max()) if len(loss) else 0.0
+    of_logits = not math.sqrt(misfit) > (_TOLERANCE + rounding) * math.sqrt(whole)
+    return MicroBatch(float(loss.sum()), len(loss), mean, not bool(off.any()), of_logits)

@@ -8,6 +8,7 @@ could not be finished.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import re
@@ -179,18 +180,23 @@ def audit(
     Without SCRIPT, the findings in a loop that averages means, and in a right one.
 
     Exit status: 0 every token weighs the same; 1 the loop is wrong, as the verdict says; 3 it
-    cannot be judged. With --json, what the script prints goes to standard error.
+    cannot be judged. Under torchrun it is 0 for each of them. With --json, what the script prints
+    goes to standard error.
     """
     from fusedce.tools import audit as tool
 
     if target is not None:
         output = sys.stderr if click.get_current_context().params["as_json"] else sys.stdout
-        report = tool.audit(
+        report, remedy = tool.audit(
             target, arguments, module=module, model=model, steps=steps or 10, output=output
         )
         value = tool.value(report)
         text = tool.picture(report) + str(report) if picture else str(report)
-        return value, text, {True: 0, False: 1, None: 3}[report.right()]
+        if remedy is not None and script.is_first_rank():
+            atexit.register(print, f"fusedce audit: {remedy}", file=sys.stderr)  # the last line
+        # Torchrun would print a failure's traceback below a verdict.
+        status = 0 if script.is_launched() else {True: 0, False: 1, None: 3}[report.right()]
+        return value, text, status
     loops = {"loss.mean() / accumulation_steps": True, "sum of losses / tokens of the step": False}
     found, texts = {}, []
     for name, averaged in loops.items():

@@ -20,12 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedce.contract.checks import check_are_tensors, check_choice
+from fusedce.contract.checks import can_be_read, check_are_tensors, check_choice
 from fusedce.contract.divergence import forward_terms
 from fusedce.contract.problem import INFINITE, acc_dtype
 from fusedce.contract.results import LossSum
 from fusedce.loss.logprobs import fused_logprobs
 from fusedce.loss.topk import filtered_logprob as filtered_logprob
+
+_ROUNDED_ZERO = 1e-3  # the logarithm of a probability near 1, of two bytes
 
 
 def grpo_loss(
@@ -359,8 +361,9 @@ def distillation_loss(
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`fusedce.fused_logprobs`; ``ValueError`` for
-            ``teacher`` of another shape than ``classes``; ``TypeError`` for an ``ignore_index`` of
-            ``None``.
+            ``teacher`` of another shape than ``classes``, or with a value above 0, as probabilities
+            and logits have (on a GPU, where values are not read, the loss is NaN); ``TypeError``
+            for an ``ignore_index`` of ``None``.
     """
     check_are_tensors(hidden=hidden, classes=classes, teacher=teacher)
     if classes.dim() != hidden.dim() or teacher.shape != classes.shape:
@@ -387,7 +390,13 @@ def distillation_loss(
     ).logprob
     known = classes != ignore_index
     counted = known.any(-1)
-    log_q = teacher.detach().double().masked_fill(~known, -torch.inf)
+    wrong = (teacher > _ROUNDED_ZERO) & known
+    if can_be_read(teacher) and wrong.any():
+        raise ValueError(
+            f"teacher must be log-probabilities, at most 0, got {float(teacher[wrong][0]):.4g}: of "
+            f"probabilities take the logarithm, of logits log_softmax over all classes"
+        )
+    log_q = teacher.detach().double().masked_fill(~known, -torch.inf).masked_fill(wrong, torch.nan)
     log_p = student.double().masked_fill(~known, -torch.inf)
     log_p = _with_the_rest(log_p, torch.finfo(student.dtype).eps)
     q_tail = (1 - log_q.exp().sum(-1, keepdim=True)).clamp(min=0).log()

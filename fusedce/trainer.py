@@ -31,18 +31,21 @@ from fusedce.head.model_loss import (
 from fusedce.head.observe import LossObserver
 from fusedce.head.replace import replace_loss_head
 from fusedce.logged_stats import MONITORED, LoggedStats
+from fusedce.packing import document_starts, leak_across_documents, leak_message
 
 logger = logging.getLogger(__name__)
 
-# Classes whose loss the mixin replaces.
+# Classes whose loss the mixin replaces, and one whose loss runs behind it: it ends in Trainer's.
 _CROSS_ENTROPY = (("transformers", "Trainer"), ("trl", "SFTTrainer"))
+_RUNS_BEHIND = (("axolotl", "AxolotlTrainer"),)
 
 
 class FusedTrainerMixin:
     """``class MyTrainer(FusedTrainerMixin, Trainer)``: the fused loss, one denominator per step.
 
-    It works with ``transformers.Trainer`` and ``trl.SFTTrainer``, and changes the following for
-    every model whose loss is one ``F.cross_entropy`` of its output head:
+    It works with ``transformers.Trainer``, ``trl.SFTTrainer`` and Axolotl's ``AxolotlTrainer``
+    (whose ``compute_loss`` runs, but for ``orpo_alpha``), and changes the following for every
+    model whose loss is one ``F.cross_entropy`` of its output head:
 
     * the head is replaced (:func:`fusedce.replace_loss_head`): no logits in training or evaluation;
     * the gradient of an optimizer step is that of ``sum of loss_sum / sum of n_valid`` over its
@@ -55,7 +58,8 @@ class FusedTrainerMixin:
     * evaluation and prediction report sum / count over all tokens, whatever the batch size; samples
       that are repeated to fill the last batch of a distributed evaluation are not counted twice;
     * in packed batches (``position_ids`` that restart, without ``attention_mask``) no token is
-      trained across a document's border.
+      trained across a document's border. At the first packed batch the model runs twice more, to
+      find out whether its attention crosses borders; a warning says so.
 
     ``label_smoothing_factor``, and SFTTrainer's ``loss_type="dft"`` (dynamic fine-tuning), are part
     of the fused loss.
@@ -85,8 +89,9 @@ class FusedTrainerMixin:
         ValueError: the model's loss is a sum, or does not depend on its labels; or a setting
             defines another loss: ``compute_loss_func``, TRL's ``loss_type`` other than "nll" and
             "dft", or "dft" where the loss is not one fused cross-entropy.
-        RuntimeError: several GPUs in one process (``nn.DataParallel``); at a logging step, the
-            model's loss has counted other tokens than the labels hold.
+        RuntimeError: several GPUs in one process (``nn.DataParallel``); before the first optimizer
+            step and at each logging step, the model's loss has counted other tokens than the labels
+            hold.
 
     Examples:
         >>> class MyTrainer(FusedTrainerMixin, Trainer):
@@ -96,6 +101,7 @@ class FusedTrainerMixin:
 
     log_token_stats: bool = False
     memory_budget: int | None = None
+    _runs_behind: bool = False
 
     if TYPE_CHECKING:  # attributes of the Trainer behind the mixin
 
@@ -116,11 +122,13 @@ class FusedTrainerMixin:
             )
         for kind in behind:
             library = kind.__module__.split(".")[0]
-            if "compute_loss" not in vars(kind) or (library, kind.__name__) in _CROSS_ENTROPY:
+            cls._runs_behind |= (library, kind.__name__) in _RUNS_BEHIND
+            known = (*_CROSS_ENTROPY, *_RUNS_BEHIND)
+            if "compute_loss" not in vars(kind) or (library, kind.__name__) in known:
                 continue
             remedy = (
                 "its loss is another one (distillation, preferences): leave the mixin out"
-                if library in ("transformers", "trl")
+                if library in ("transformers", "trl", "axolotl")
                 else "write it in a class before the mixin, and call super().compute_loss there, "
                 "or leave the mixin out"
             )
@@ -147,6 +155,7 @@ class FusedTrainerMixin:
         self._replace_head()
         self.model_accepts_loss_kwargs = False  # the model's loss is always a mean
         self._eval_totals: LossMeter | None = None
+        self._is_packing_known = False  # whether packed batches were tried
         self._evaluated: Any = None  # outputs of an evaluation's last forward
         self._begin_run()
 
@@ -156,7 +165,7 @@ class FusedTrainerMixin:
         """Start the totals and statistics of a training run."""
         self._train_totals = self._new_meter()
         self._declared: Tensor | int = 0
-        self._run_sum, self._run_count = 0.0, 0
+        self._run_sum, self._run_count, self._is_first_step = 0.0, 0, True
         self._train_stats = self._stats = self._new_stats()
         forget_label_count(self.model)
 
@@ -182,8 +191,27 @@ class FusedTrainerMixin:
         for batch in batch_samples:
             _mask_borders(batch, self._labels_of)
             count += labels.of(batch).to(device)
+            self._check_packing(batch)
         self._declared = self._declared + count
         return self._sum_over_ranks(count)
+
+    def _check_packing(self, batch: dict[str, Any]) -> None:
+        """Warn, once, if attention crosses the borders of the documents in the first packed batch.
+
+        Alone, the first whose documents are several; on several ranks the first that tells of any,
+        so that all ranks run the model.
+        """
+        ids = batch.get("input_ids")
+        if self._is_packing_known or not isinstance(ids, Tensor):
+            return
+        starts = document_starts(batch, ids)
+        if starts is None or not (self.accelerator.num_processes > 1 or starts.any()):
+            return
+        self._is_packing_known = True
+        with self.compute_loss_context_manager():
+            change = leak_across_documents(self.model, self._prepare_inputs(dict(batch)))
+        if change:
+            logger.warning("%s", leak_message(type(self.model).__name__, change))
 
     def compute_loss(
         self,
@@ -203,7 +231,8 @@ class FusedTrainerMixin:
         _mask_borders(inputs, self._labels_of)
         if self._by_labels and self._eval_totals is None:
             counted = denominator is not None
-            outputs = model(**(self._labels_of(inputs).given(inputs) if counted else inputs))
+            inputs_ = self._labels_of(inputs).given(inputs) if counted else inputs
+            outputs = self._outputs_of(model, inputs_)
             loss = self._by_count(self._mean_of(outputs, inputs), inputs, denominator)
             return (loss, outputs) if return_outputs else loss
         outer = LossObserver.current.get()  # of prediction_step, which counts what it has seen
@@ -212,7 +241,7 @@ class FusedTrainerMixin:
                 observer
             )
         ):
-            outputs = model(**inputs)
+            outputs = self._outputs_of(model, inputs)
         if outer is not None:
             self._evaluated = outputs
         elif self._eval_totals is not None or denominator is not None:
@@ -225,6 +254,18 @@ class FusedTrainerMixin:
             )
         loss = self._mean_of(outputs, inputs)
         return (loss, outputs) if return_outputs else loss
+
+    def _outputs_of(self, model: Any, inputs: Mapping[str, Any]) -> Any:
+        """The model's outputs; where a trainer's own loss runs behind the mixin, from that."""
+        if not self._runs_behind:
+            return model(**inputs)
+        # Of labels that Trainer smoothes it would take the model's loss away.
+        smoother: Any = self.label_smoother
+        self.label_smoother: Any = None
+        try:
+            return super().compute_loss(model, dict(inputs), return_outputs=True)[1]  # type: ignore[misc]
+        finally:
+            self.label_smoother = smoother
 
     def _by_count(
         self, mean: Tensor, inputs: Mapping[str, Any], denominator: Tensor | None = None
@@ -282,23 +323,39 @@ class FusedTrainerMixin:
             if n_tokens:
                 self._run_sum += metrics["loss"] * n_tokens
                 self._run_count += n_tokens
-            declared = int(self._sum_over_ranks(torch.as_tensor(self._declared)))
+            self._check_count(n_tokens)
             self._declared = 0
-            if declared != n_tokens:
-                owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind))
-                hint = f": {owner.__name__}.compute_loss must call super().compute_loss"
-                hint = "" if owner is FusedTrainerMixin else hint
-                raise RuntimeError(
-                    f"the model's loss has counted {n_tokens} tokens since the last logging step, "
-                    f"but its labels hold {declared} (after the model's shift): the loss "
-                    f"would be divided by a wrong number{hint}"
-                )
             if of_interval:
                 logs["loss"] = metrics["loss"]
                 logs |= {} if self._stats is None else self._stats.logged()
             if of_run:
                 logs["train_loss"] = self._run_sum / max(self._run_count, 1)
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run Trainer's step; the first optimizer step is made if its tokens were counted right.
+
+        Collectives: in the first optimizer step of a run, two all-reduces on all ranks.
+        """
+        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        if self._is_first_step and self.accelerator.sync_gradients:
+            self._is_first_step = False
+            self._check_count(int(self._train_totals.compute()["n_tokens"]))
+        return loss
+
+    def _check_count(self, n_tokens: int) -> None:
+        """Raise ``RuntimeError`` unless losses have counted as many tokens as their labels hold."""
+        declared = int(self._sum_over_ranks(torch.as_tensor(self._declared)))
+        if declared == n_tokens:
+            return
+        owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind))
+        hint = f": {owner.__name__}.compute_loss must call super().compute_loss"
+        hint = "" if owner is FusedTrainerMixin else hint
+        raise RuntimeError(
+            f"the model's loss has counted {n_tokens} tokens since the last logging step, "
+            f"but its labels hold {declared} (after the model's shift): the loss "
+            f"would be divided by a wrong number{hint}"
+        )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer does; the returned ``training_loss`` is in nats per token as well."""
@@ -423,9 +480,12 @@ def _refuse_other_settings(trainer: Any) -> None:
     other = "asks for another loss: leave it out, or use the Trainer without the mixin"
     found = {
         "use_liger_kernel=True": (
-            getattr(settings, "use_liger_kernel", False),
-            "patches the model's forward with Liger's fused loss: set use_liger_kernel=False",
+            _has_ligers_loss(settings),
+            "patches the model's forward with Liger's fused loss: set use_liger_kernel=False, or "
+            "keep Liger's other kernels by liger_kernel_config="
+            '{"fused_linear_cross_entropy": False, "cross_entropy": False}',
         ),
+        "orpo_alpha": (bool(getattr(settings, "orpo_alpha", None)), other),
         "compute_loss_func": (trainer.compute_loss_func is not None, other),
         f"loss_type={loss_type!r}": (
             loss_type not in (None, "nll", "dft"),
@@ -447,6 +507,16 @@ def _refuse_other_settings(trainer: Any) -> None:
         )
 
 
+def _has_ligers_loss(settings: Any) -> bool:
+    """Whether Liger replaces the loss, and not only norms, activations and rotations."""
+    if not getattr(settings, "use_liger_kernel", False):
+        return False
+    config = getattr(settings, "liger_kernel_config", None) or {}
+    return bool(
+        config.get("fused_linear_cross_entropy", True) or config.get("cross_entropy", False)
+    )
+
+
 def _mask_borders(batch: dict[str, Any], labels_of: Callable[[dict[str, Any]], LabelCount]) -> None:
     """Ignore, in place, the label that crosses the border between two packed documents.
 
@@ -455,14 +525,9 @@ def _mask_borders(batch: dict[str, Any], labels_of: Callable[[dict[str, Any]], L
     labels = batch.get("labels", batch.get("shift_labels"))
     if "attention_mask" in batch or labels is None:
         return
-    if (positions := batch.get("position_ids")) is not None and positions.shape == labels.shape:
-        starts = positions == 0
-    elif (cu_seqlens := batch.get("cu_seq_lens_q")) is not None and len(labels) == 1:
-        starts = torch.zeros_like(labels, dtype=torch.bool)
-        starts[0, cu_seqlens[:-1].long()] = True
-    else:
+    starts = document_starts(batch, labels)
+    if starts is None:
         return
-    starts[:, 0] = False  # the first document of a row crosses nothing
     if "shift_labels" not in batch and not labels_of(batch).shift:
         return
     for name, where in (("labels", starts), ("shift_labels", starts.roll(-1, 1))):

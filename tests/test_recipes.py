@@ -555,3 +555,16 @@ def test_a_token_without_advantage_has_no_loss():
     for kind in ("cispo", "clipped"):
         out = recipes.grpo_loss(sure, -one, torch.tensor([[0.0, 1.0]]), one, kind=kind)
         assert out.loss_sum.isfinite(), kind
+
+
+def test_probabilities_of_a_teacher_are_no_log_probabilities():
+    """They would be a loss of some hundred nats."""
+    hidden, weight = torch.randn(3, 8), torch.randn(11, 8)
+    teacher, classes = torch.randn(3, 11).softmax(-1).topk(4)
+    with pytest.raises(ValueError, match=r"teacher must be log-probabilities, at most 0, got 0\."):
+        recipes.distillation_loss(hidden, weight, classes, teacher)
+    ignored = torch.full_like(classes, -100)
+    assert recipes.distillation_loss(hidden, weight, ignored, teacher).n_valid == 0
+    right = recipes.distillation_loss(hidden, weight, classes, teacher.log())
+    rounded = recipes.distillation_loss(hidden, weight, classes, teacher.log().bfloat16())
+    assert 0 < float(right.loss_sum) == pytest.approx(float(rounded.loss_sum), rel=0.1)

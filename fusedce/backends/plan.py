@@ -45,7 +45,8 @@ LEAST_TOKENS = 2048  # of a GPU's chunk by default: products of fewer tokens are
 LEAST_TILE = 512  # classes of a tile of Triton's chunks: two blocks of the walk over them
 ROW_MULTIPLE = 64  # blocks of so many tokens give a token the same bits in every batch
 _LEAST_CLASSES = 64
-SCRATCH_CPU = 4 * MiB  # of MKL and oneDNN, and of the allocator (measured)
+# Of MKL and oneDNN, and of the allocator (measured), at most; they pack copies of small operands.
+SCRATCH_CPU = 4 * MiB
 COMPARED_ELEMENTS_CPU = 2**17  # per thread, of a tile in which two heads' logits are compared
 
 # Number of float32 logits that the Triton backend holds at a time. The least is 32 MiB, which an L2
@@ -132,6 +133,21 @@ class Sizes(NamedTuple):
             return ONE_CHUNK
         few = self.accumulator and not self.on_cpu and self.n <= FEW * C
         return FEW_CHUNKS if few else CHUNKS
+
+
+class BudgetTooSmall(ValueError):
+    """A memory budget is less than the least possible.
+
+    Attributes:
+        least: that many bytes.
+    """
+
+    def __init__(self, message: str, least: int) -> None:
+        super().__init__(message, least)
+        self.least = least
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class Plan(NamedTuple):
@@ -242,11 +258,19 @@ def _fitting(sizes: Sizes, ways: list[_Candidate], budget: int) -> Plan:
             return make(sizes, equal_parts(max(sizes.n, 1), tokens[most - 1], tokens.step), T)
     tried = (make(sizes, tokens[0], T) for make, tokens, T in ways)
     least = min(tried, key=lambda plan: plan.bytes)
-    held = ", ".join(f"{name} {count / MiB:.1f} MiB" for name, count in least.held.items())
-    raise ValueError(
+    held = ", ".join(f"{name} {_readable(count)}" for name, count in least.held.items())
+    raise BudgetTooSmall(
         f"memory_budget must be at least {least.bytes} bytes for {sizes.N} tokens, V={sizes.V}, "
-        f"H={sizes.H}, got {budget}: {held}"
+        f"H={sizes.H}, got {budget}: {held}",
+        least.bytes,
     )
+
+
+def _readable(count: int) -> str:
+    """Bytes in a unit in which they are no 0.0."""
+    if count < MiB // 10:
+        return f"{count / 1024:.1f} KiB" if count >= 1024 else f"{count} bytes"
+    return f"{count / MiB:.1f} MiB"
 
 
 def _candidates(sizes: Sizes, classes: int) -> list[_Candidate]:
@@ -457,6 +481,8 @@ def _plan(sizes: Sizes, name: str, tokens: int, classes: int, held: dict[str, in
     N, H, acc, narrow = sizes.N, sizes.H, sizes.acc, sizes.element < sizes.acc
     wide_hidden = sizes.wide_hidden or not sizes.triton
     waiting, gathered = sizes.weight and sizes.wide_weight, sizes.triton and sizes.n < N
+    T = min(classes, sizes.V)
+    operands = acc * (tokens * H + T * H + tokens * T)
     held |= {
         "d_hidden in float32": N * H * acc if sizes.hidden and narrow and wide_hidden else 0,
         "d_weight waiting in float32": sizes.V * H * acc if waiting else 0,
@@ -464,6 +490,6 @@ def _plan(sizes: Sizes, name: str, tokens: int, classes: int, held: dict[str, in
         "positions": 24 * N,
         "held besides": sizes.fixed,
         "row-major copies": sizes.row_major,
-        "products of the library": SCRATCH_CPU if sizes.on_cpu else 0,
+        "products of the library": min(SCRATCH_CPU, operands) if sizes.on_cpu else 0,
     }
     return Plan(name, tokens, classes, {name: count for name, count in held.items() if count})

@@ -64,11 +64,15 @@ def check_tokens(problem: Problem) -> Problem:
 
 
 def tempered(problem: Problem, temperature: float | Tensor) -> Problem:
-    """The problem with its logits divided by a number, or by each token's own.
+    """The problem with its logits divided by a number, or by each token's or sequence's own.
 
     ``(c / t) * tanh((s / t) * x / (c / t))`` is ``c * tanh(s * x / c) / t``.
     """
     if isinstance(temperature, Tensor):
+        shape = problem.hidden.shape[:-1]
+        is_local = not hasattr(problem.hidden, "placements")  # no DTensor
+        if shape and is_local and temperature.shape == (*shape[:-1], 1):
+            temperature = temperature.expand(shape)  # one of each sequence
         return problem.replace(temperature=temperature)
     t, cap = check_number("temperature", temperature), problem.softcap
     if t == 1:
@@ -214,6 +218,13 @@ def check_tensors(problem: Problem) -> None:
     if hidden.dim() == 0 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden must be (..., H) with H >= 1, got {tuple(hidden.shape)}")
     H = hidden.shape[-1]
+    if weight.dtype in (torch.uint8, torch.int8):
+        raise TypeError(
+            f"weight must have the dtype of hidden {hidden.dtype}, or another of float32, "
+            f"bfloat16, float16 and float64, got {weight.dtype} {tuple(weight.shape)}, as "
+            f"quantised layers pack theirs: dequantise it, or let the layer itself run, by "
+            f"model_logprobs(model, batch) or replace_loss_head(model)"
+        )
     if weight.dim() != 2 or weight.shape[1] != H or len(weight) == 0:
         raise ValueError(
             f"weight must be (V, H) with V >= 1 and H={H} (from hidden), got {tuple(weight.shape)}"

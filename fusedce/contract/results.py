@@ -251,3 +251,17 @@ class TokenStatsAndMean(NamedTuple):
     lse: Tensor
     argmax: Tensor
     mean_logit: Tensor
+
+
+class TokenStatsAndTop(NamedTuple):
+    """:class:`TokenStats` with one more field.
+
+    Attributes:
+        top: the likeliest classes of each position; at ignored ones 0, and classes -1.
+    """
+
+    logprob: Tensor
+    entropy: Tensor
+    lse: Tensor
+    argmax: Tensor
+    top: TopK

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
@@ -151,31 +151,33 @@ class CrossEntropy:
                 return None
             return self._loss_of(form), given
 
-    def _loss_of(self, form: LogitForm) -> Tensor:
+    def _options(self, form: LogitForm) -> dict[str, Any]:
+        """The arguments of a fused loss of these logits, but for hidden states and labels."""
         head = next(iter(self.expr.steps)).head
         w, bias, sharded = form.weight, form.bias, is_vocabulary_shard(form.weight)
         if form.classes != slice(0, w.shape[0]) and not sharded:
             w, bias = w[form.classes], None if bias is None else bias[form.classes]
         options: dict[str, Any] = {
-            "bias": bias, "ignore_index": self.ignore_index, "softcap": form.cap,
-            "logit_scale": form.scale, "label_smoothing": self.label_smoothing,
-            "memory_budget": memory_budget_of(head.memory_budget),
+            "weight": w, "bias": bias, "ignore_index": self.ignore_index, "softcap": form.cap,
+            "logit_scale": form.scale, "memory_budget": memory_budget_of(head.memory_budget),
         }  # fmt: skip
-        if sharded:
-            options["vocab_size"] = form.classes.stop
+        return options | ({"vocab_size": form.classes.stop} if sharded else {})
+
+    def _loss_of(self, form: LogitForm) -> Tensor:
+        options = self._options(form) | {"label_smoothing": self.label_smoothing}
         if self.weight is not None or self.reduction == "none":
             options |= {"class_weight": self.weight, "reduction": self.reduction}
-            loss = fused_cross_entropy(form.hidden, w, self.target, **options)
+            loss = fused_cross_entropy(form.hidden, labels=self.target, **options)
             valid = (self.target != self.ignore_index).any()  # (torch's mean of none is NaN)
             return loss / valid if self.reduction == "mean" else loss
         if self.loss is not None:  # again, in backward
-            loss = self._sum(form.hidden, w, options).loss_sum
+            loss = self._sum(form.hidden, options).loss_sum
             return loss if self.divisor is None else loss / self.divisor
         observer = LossObserver.current.get()
         denominator, monitor = (observer.denominator, observer.monitor) if observer else (None, ())
-        out = self._sum(form.hidden, w, options, monitor)
+        out = self._sum(form.hidden, options, monitor)
         if observer is not None:
-            observer.observe(out, self.reduction)
+            observer.observe(out, self.reduction, self.ignore_index)
         if self.reduction == "sum":
             return out.loss_sum
         self.divisor = out.n_valid if denominator is None else denominator
@@ -183,12 +185,12 @@ class CrossEntropy:
         return out.loss_sum / self.divisor  # (torch's mean of none is NaN)
 
     def _sum(
-        self, hidden: Tensor, weight: Tensor, options: dict[str, Any], monitor: Collection[str] = ()
+        self, hidden: Tensor, options: dict[str, Any], monitor: Collection[str] = ()
     ) -> LossSum:
         if not self.token_scaled:
-            return fused_ce(hidden, weight, self.target, **options, monitor=monitor)
+            return fused_ce(hidden, labels=self.target, **options, monitor=monitor)
         del options["label_smoothing"]
-        stats = fused_logprobs(hidden, weight, self.target, **options)
+        stats = fused_logprobs(hidden, labels=self.target, **options)
         used = self.target != self.ignore_index
         sums = {"correct": stats.argmax == self.target, "entropy": stats.entropy.detach()}
         monitors = {name: (sums[name] * used).sum(dtype=torch.float64) for name in monitor}
@@ -213,15 +215,29 @@ class CrossEntropy:
         """``upstream`` times the gradient of torch's own loss by ``z``, in float32 or better."""
         again = torch.is_grad_enabled()
         with torch.enable_grad():
-            fine = z if z.dtype == torch.float64 else z.float()
-            weight = None if self.weight is None else self.weight.to(fine.dtype)
-            reduction = "none" if self.token_scaled else self.reduction
-            options = weight, None, self.ignore_index, None, reduction, self.label_smoothing
-            loss = self.func(fine, self.target, *options)
-            if self.token_scaled:
-                loss = token_scaled_loss(-loss, self.target != self.ignore_index).loss_sum
-            loss = loss if self.divisor is None else loss / self.divisor
+            loss = self._native(z)
             return torch.autograd.grad(loss, z, upstream.to(loss.dtype), create_graph=again)[0]
+
+    def _native(self, z: Tensor) -> Tensor:
+        """The loss of real logits, by torch."""
+        fine = z if z.dtype == torch.float64 else z.float()
+        weight = None if self.weight is None else self.weight.to(fine.dtype)
+        reduction = "none" if self.token_scaled else self.reduction
+        options = weight, None, self.ignore_index, None, reduction, self.label_smoothing
+        loss = self.func(fine, self.target, *options)
+        if self.token_scaled:
+            loss = token_scaled_loss(-loss, self.target != self.ignore_index).loss_sum
+        return loss if self.divisor is None else loss / self.divisor
+
+
+def is_fusable(x: Any, target: Any, *, train: bool) -> TypeGuard[LazyLogits]:
+    """Whether a loss of logits ``x (..., V)`` may be computed from their operands."""
+    return (
+        type(x) is LazyLogits and type(target) is Tensor and x.dim() > 0
+        and not x.memory.written and (x.expr.once or not train)
+        and target.dtype in (torch.int64, torch.int32) and target.device == x.device
+        and torch._C._functorch.maybe_current_level() is None and forward_ad._current_level < 0
+    )  # fmt: skip
 
 
 def cross_entropy(
@@ -231,14 +247,11 @@ def cross_entropy(
 ) -> Any:  # fmt: skip
     """``F.cross_entropy`` of lazy logits, or torch's own of real ones."""
     x, fused = input, None
-    plain = type(x) is LazyLogits and type(target) is Tensor and x.dim() > 0
-    train = plain and torch.is_grad_enabled() and x.requires_grad
+    train = torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad
     if (
-        plain and not x.memory.written and (x.expr.once or not train)
-        and target.dtype in (torch.int64, torch.int32) and target.device == x.device
+        is_fusable(x, target, train=train)
         and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
         and 0 <= label_smoothing <= 1 and (weight is None or weight.dtype != torch.float64)
-        and torch._C._functorch.maybe_current_level() is None and forward_ad._current_level < 0
     ):  # fmt: skip
         fused = CrossEntropy(func, x, target, weight, ignore_index, reduction, label_smoothing)
     if fused is None or not fused.compute(train=train):

@@ -8,8 +8,9 @@ passes find out how many labels of a row it leaves out, and whether it is such a
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -201,7 +202,7 @@ def _name_in(batch: Mapping[str, Any]) -> str:
     return "labels" if batch.get("shift_labels") is None else "shift_labels"
 
 
-def _inner(model: Any) -> nn.Module:
+def inner_model(model: Any) -> nn.Module:
     """The model inside of DDP, DeepSpeed's engine or ``torch.compile``."""
     while True:
         inside = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
@@ -210,14 +211,26 @@ def _inner(model: Any) -> nn.Module:
         model = inside
 
 
+@contextlib.contextmanager
+def in_evaluation(model: Any) -> Iterator[None]:
+    """Have a model, in this block, in evaluation mode; afterwards its modules are as before."""
+    training = [m for m in model.modules() if m.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def known_label_count(model: Any) -> LabelCount | None:
     """Return the result of :func:`find_label_count` that stays with a model, if there is one."""
-    return _inner(model).__dict__.get(LABELS)
+    return inner_model(model).__dict__.get(LABELS)
 
 
 def forget_label_count(model: Any) -> None:
     """Let the next batch find it out again, of a model that may have changed."""
-    _inner(model).__dict__.pop(LABELS, None)
+    inner_model(model).__dict__.pop(LABELS, None)
 
 
 @torch.no_grad()
@@ -229,19 +242,26 @@ def find_label_count(
     ``trained`` has seen the losses of a forward pass in training mode, where they may be others.
 
     Raises:
-        ValueError: the loss is a sum over its labels, or does not depend on them.
+        ValueError: the loss is a sum over its labels, does not depend on them, or ignores another
+            label than -100.
     """
     name = _name_in(batch)
     labels = batch[name]
     whole = not labels.is_floating_point()
     inputs = {**batch, name: labels.clamp(min=0) if whole else labels}
-    training = [m for m in model.modules() if m.training]
-    model.eval()
-    try:
+    with in_evaluation(model):
         with LossObserver() as observer:
             outputs = model(**inputs)
         observer = trained or observer
         if observer.reductions == ["mean"]:
+            if observer.ignored != [-100]:
+                raise ValueError(
+                    f"the loss of {type(model).__name__} has ignore_index={observer.ignored[0]}, "
+                    f"but a trainer counts the labels that are not -100: have the model's "
+                    f"F.cross_entropy ignore -100, and put -100 where labels are "
+                    f"{observer.ignored[0]} now; or write a loop with LossAccumulator and "
+                    f"model_loss(model, batch), which count as the loss does"
+                )
             n = int(observer.losses[0][1])
             shift = (labels.numel() - n) // len(labels)
             if n and labels.numel() - n not in (0, len(labels)):  # padding as well, perhaps
@@ -251,13 +271,10 @@ def find_label_count(
             exact, shift = True, 0
             if whole and labels.dim() > 1:
                 exact, shift = _probe(model, inputs, name, loss_of(outputs))
-            note = _note(_inner(model), observer, exact=exact)
+            note = _note(inner_model(model), observer, exact=exact)
             logger.warning("fusedce %s", note)
             found = LabelCount(name, shift, note)
-    finally:
-        for module in training:
-            module.training = True
-    _inner(model).__dict__[LABELS] = found
+    inner_model(model).__dict__[LABELS] = found
     return found
 
 

@@ -123,6 +123,7 @@ class LossObserver:
         current: the observer that this thread has entered.
         losses: ``(loss_sum, n_valid, reduction)`` of each loss, in order.
         graphs: each loss as the model gets it, differentiable.
+        ignored: the ``ignore_index`` of each loss.
         monitors: the sums that ``monitor`` names, in the same order
             (:class:`fusedce.contract.results.MonitoredLossSum`).
 
@@ -145,14 +146,16 @@ class LossObserver:
         self.monitors: list[Mapping[str, Tensor]] = []
         self.losses: list[tuple[Tensor, Tensor, str]] = []
         self.graphs: list[Tensor] = []
+        self.ignored: list[int] = []
 
     @property
     def reductions(self) -> list[str]:
         """The reduction of each loss."""
         return [reduction for *_, reduction in self.losses]
 
-    def observe(self, out: LossSum, reduction: str) -> None:
+    def observe(self, out: LossSum, reduction: str, ignore_index: int) -> None:
         """Collect one loss."""
+        self.ignored.append(ignore_index)
         # The sum may be the loss itself, which the model may change in place.
         self.losses.append((out.loss_sum.detach().clone(), out.n_valid, reduction))
         if isinstance(out, MonitoredLossSum):

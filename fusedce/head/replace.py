@@ -74,7 +74,7 @@ def replace_loss_head(
     memory_budget_of(memory_budget)
     _check_model(model)
     named = head is None
-    head = _find_head(model) if head is None else head
+    head = find_head(model) if head is None else head
     _check_head(model, head)
     replaced = head_of(head)
     if replaced is None:
@@ -145,7 +145,7 @@ def head_report(model: nn.Module) -> HeadReport:
 def why_no_head(model: nn.Module) -> str | None:
     """Why the head of ``model`` cannot be replaced; ``None`` if it can."""
     try:
-        _check_head(model, _find_head(model))
+        _check_head(model, find_head(model))
     except (TypeError, ValueError) as why:
         return str(why).partition(". ")[0]  # what comes then is a remedy in another call
     return None
@@ -194,7 +194,8 @@ def _named_head(model: nn.Module) -> Any:
     return get() if callable(get) else None
 
 
-def _find_head(model: nn.Module) -> nn.Module:
+def find_head(model: nn.Module) -> nn.Module:
+    """The output head of a model; ``ValueError`` if there is none, or several could be."""
     head = _named_head(model)
     if isinstance(head, nn.Module):
         return head

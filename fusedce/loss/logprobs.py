@@ -62,7 +62,7 @@ def fused_logprobs(
     ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    temperature: float | Tensor = 1.0,  # or (...) floats
+    temperature: float | Tensor = 1.0,  # or (...) or (..., 1) floats
     mean_logit: bool = False,
     chunk_tokens: int | None = None,
     memory_budget: int | None = None,  # bytes
@@ -94,7 +94,8 @@ def fused_logprobs(
     Args:
         labels: ``(...)`` or ``(..., K)``, as in :func:`fused_ce`.
         temperature: positive divisor of the finished (scaled and capped) logits: one number for
-            all, or floats ``(...)`` without gradient, one per position.
+            all, or floats without gradient: ``(...)``, one per position, or with a last size of
+            1, as in ``(B, 1)``, one per sequence.
         mean_logit: whether the mean of the logits over the classes is wanted, differentiable too.
         chunk_tokens: positions computed at a time in backward; ``None`` chooses.
         hidden, weight, bias, ...: the others are those of :func:`fused_ce`.

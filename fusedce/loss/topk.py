@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedce.backends.choose import resolve_backend
 from fusedce.backends.gradients import sizes_of
-from fusedce.backends.plan import ROW_MULTIPLE, plan_tiles
+from fusedce.backends.plan import ROW_MULTIPLE, BudgetTooSmall, plan_tiles
 from fusedce.backends.shards import all_gather
 from fusedce.backends.torch.logit_tiles import Logits, chunks_of, exp_, filled, tiles
 from fusedce.contract.checks import check_are_tensors, check_int
@@ -33,7 +33,7 @@ def fused_topk(
     bias: Tensor | None = None,  # (V,)
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    temperature: float | Tensor = 1.0,  # or (...) floats
+    temperature: float | Tensor = 1.0,  # or (...) or (..., 1) floats
     memory_budget: int | None = None,  # bytes
     backend: str | None = None,
     process_group: Any = None,
@@ -102,9 +102,13 @@ def fused_topk(
     try:
         with torch.no_grad(), torch.autocast(problem.hidden.device.type, enabled=False):
             found = tokens.own(*_walk(problem, k, shard))
-    except ValueError:
-        if differentiable and problem.memory_budget is not None and shard is None:
-            with_gradient(problem.labels.new_zeros(shape))  # names the larger least budget
+    except BudgetTooSmall as of_walk:
+        if differentiable and shard is None:  # the larger of both least budgets is the call's
+            try:
+                with_gradient(problem.labels.new_zeros(shape))
+            except BudgetTooSmall as of_gradient:
+                if of_gradient.least > of_walk.least:
+                    raise of_gradient from None
         raise
     logprob, index = (x.view(shape) for x in found)
     if differentiable:

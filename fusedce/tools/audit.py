@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import ModuleType
@@ -37,6 +38,7 @@ class _Watch:
         self.report: Audit | None = None
         self.ended = False
         self.scaler: Any = None
+        self.loop = script.Loop()
 
     def changes(self) -> dict[str, Callable[[ModuleType], None]]:
         """What to do with modules that the script imports."""
@@ -45,7 +47,16 @@ class _Watch:
             "torch.amp.grad_scaler": self._watch_scalers,
             "torch.distributed.distributed_c10d": self._end_with_the_group,
             "transformers.trainer": self._read_logs,
+            "torch._dynamo": self._leave_uncompiled,
+            **self.loop.changes(),
         }
+
+    def _leave_uncompiled(self, dynamo: ModuleType) -> None:
+        """Run compiled code uncompiled: in its graphs no hook of the audit would run."""
+        dynamo.set_stance("force_eager")
+        warnings.filterwarnings(
+            "ignore", "Using `torch.compile.module.` when there are global hooks"
+        )
 
     def _watch_calls(self, of_modules: ModuleType) -> None:
         self._handle = of_modules.register_module_forward_pre_hook(self._begin)
@@ -63,6 +74,7 @@ class _Watch:
         scale = lambda: 1.0 if self.scaler is None else self.scaler.get_scale()  # noqa: E731
         self.report = fusedce.audit(module, loss_scale=scale)
         self.report.__enter__()
+        self.report.include(module)
         module.register_forward_pre_hook(self._stop)
 
     def _stop(self, module: Any, args: Any) -> None:
@@ -71,14 +83,7 @@ class _Watch:
             raise _Enough
 
     def _watch_scalers(self, amp: ModuleType) -> None:
-        made = amp.GradScaler.__init__
-
-        @functools.wraps(made)
-        def __init__(scaler: Any, *args: Any, **kwargs: Any) -> None:
-            made(scaler, *args, **kwargs)
-            self.scaler = scaler
-
-        amp.GradScaler.__init__ = __init__
+        script.when_made(amp.GradScaler, lambda scaler: setattr(self, "scaler", scaler))
 
     def _end_with_the_group(self, c10d: ModuleType) -> None:
         destroy = c10d.destroy_process_group
@@ -95,6 +100,7 @@ class _Watch:
 
         @functools.wraps(log)
         def logged(trainer: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            self.loop.trainer = True
             if self.report is not None and "loss" in logs and trainer.args.logging_steps == 1:
                 self.report.log(float(logs["loss"]))
             log(trainer, logs, *args, **kwargs)
@@ -111,7 +117,7 @@ class _Watch:
 def audit(
     target: str, arguments: Sequence[str], *, module: bool, model: str | None, steps: int,
     output: TextIO,
-) -> Audit:  # fmt: skip
+) -> tuple[Audit, str | None]:  # fmt: skip
     """Run a script, or a module, and audit its model for so many optimizer steps.
 
     Collectives: one ``all_gather_object``, on all ranks.
@@ -121,6 +127,9 @@ def audit(
         model: class of the model; ``None``: the first that is called with gradients.
         steps: the script ends after so many.
         output: where the script prints.
+
+    Returns:
+        The report, and what to write where the loop is wrong and is no trainer's.
 
     Raises:
         Raised: what the script raised.
@@ -135,7 +144,7 @@ def audit(
     except _Enough:
         pass
     except BaseException as error:
-        from fusedce.auditing import NotAuditable  # not before the script has imported torch
+        from fusedce.audited_logits import NotAuditable  # not before the script has imported torch
 
         if isinstance(error, NotAuditable):
             raise UserError(f"{error}; --model CLASS chooses another") from None
@@ -147,13 +156,15 @@ def audit(
         called = f"; called were {', '.join(watch.called)}" if watch.called else ""
         wanted = "model" if model is None else f"model of a class {model}"
         raise UserError(f"no {wanted} was called with gradients{called}")
-    return watch.report
+    return watch.report, watch.loop.remedy() if watch.report.weighs_right() is False else None
 
 
 def value(report: Audit) -> dict[str, Any]:
     """The findings, for JSON."""
     steps = [asdict(step) for step in report.steps]
-    return {"right": report.right(), "verdict": report.verdict(), "steps": steps}
+    return {
+        "right": report.right(), "verdict": report.verdict(), "leak": report.leak, "steps": steps
+    }  # fmt: skip
 
 
 def picture(report: Audit) -> str:

@@ -65,6 +65,7 @@ class Run:
 
     models: list[Model] = field(default_factory=list)
     trainers: list[Trainer] = field(default_factory=list)
+    loop: script.Loop = field(default_factory=script.Loop)
     loading: int = 0  # depth of `from_pretrained` calls
     heads: Any = field(default_factory=weakref.WeakKeyDictionary)  # output head: its Model
 
@@ -145,7 +146,7 @@ class Run:
         run, mixin = self, fusedce.FusedTrainerMixin
         for kind in cls.__mro__:
             own = {"training_step", "prediction_step"} & vars(kind).keys()
-            if own and kind.__module__.split(".")[0] not in ("transformers", "trl"):
+            if own and kind.__module__.split(".")[0] not in ("transformers", "trl", "axolotl"):
                 # It may compute another loss than the one that the mixin counts.
                 raise TypeError(f"{kind.__name__} has a {min(own)} of its own")
 
@@ -196,7 +197,18 @@ class Run:
             "version": fusedce.__version__,
             "models": [model.report() for model in self.models],
             "trainers": [vars(trainer) for trainer in self.trainers],
+            "denominator": self.denominator(),
         }
+
+    def denominator(self) -> str | None:
+        """What is left to do where a loop of the script's own divides its fused losses."""
+        own_loop = not self.trainers and any(m.report()["losses_fused"] for m in self.models)
+        remedy = self.loop.remedy() if own_loop else None
+        return remedy and (
+            f"Losses are fused, but the denominator is still the loop's own: if it averages "
+            f"micro-batches, tokens of short ones weigh more (`fusedce audit` measures it). "
+            f"{remedy}"
+        )
 
 
 def _hooks_of(head: Any) -> Any:
@@ -223,6 +235,7 @@ def line(found: dict[str, Any]) -> str:
     for trainer in found["trainers"]:
         name, why = trainer["name"], trainer["why_not"]
         parts.append(f"{name} keeps its loss ({why})" if why else f"{name} with {trainer['mixin']}")
+    parts += [found["denominator"].rstrip(".")] if found["denominator"] else []
     nothing = "no model with an output head and no Trainer of transformers was made"
     return " ".join(f"fusedce run: {'. '.join(parts) or nothing}".split())
 
@@ -254,7 +267,7 @@ def run(target: str, arguments: Sequence[str], *, module: bool, report: str | No
     script.AfterImport({
         "transformers.modeling_utils": found.change_models,
         "transformers.trainer": found.change_trainers,
-    })  # fmt: skip
+    } | found.loop.changes())  # fmt: skip
     try:
         with _reporting(found, report):
             script.execute(target, arguments, module=module)

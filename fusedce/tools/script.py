@@ -8,6 +8,7 @@ Modules are changed as the script imports them, so that it may set environment v
 from __future__ import annotations
 
 import builtins
+import functools
 import importlib.abc
 import importlib.machinery
 import io
@@ -36,6 +37,56 @@ class Raised(BaseException):
 def is_first_rank() -> bool:
     """Whether this process is the one that writes, of those that a launcher has started."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def is_launched() -> bool:
+    """Whether torchrun, or accelerate by it, has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+class Loop:
+    """What the loop of a script is made of, as far as it decides what its author may write."""
+
+    def __init__(self) -> None:
+        self.accelerate = self.accumulator = self.trainer = False
+
+    def changes(self) -> dict[str, Callable[[ModuleType], None]]:
+        """What to do with modules that the script imports."""
+
+        def note(name: str, kind: str) -> Callable[[ModuleType], None]:
+            return lambda module: when_made(
+                getattr(module, kind), lambda made: setattr(self, name, True)
+            )
+
+        return {
+            "accelerate.accelerator": note("accelerate", "Accelerator"),
+            "fusedce.accumulate.accumulator": note("accumulator", "LossAccumulator"),
+        }
+
+    def remedy(self) -> str | None:
+        """What to write for the denominator of an optimizer step; ``None`` if it is written."""
+        if self.accumulator:
+            return None
+        if self.trainer:
+            return "`fusedce run SCRIPT`, or FusedTrainerMixin, divides by the tokens of a step."
+        made = ".from_accelerator(accelerator, model)" if self.accelerate else "(model)"
+        return (
+            f"To divide by the tokens of a step, write acc = fusedce.LossAccumulator{made}; "
+            f"acc.backward(fusedce.model_loss(model, batch)) for each micro-batch; acc.finish() "
+            f"before clipping and the step."
+        )
+
+
+def when_made(kind: Any, call: Callable[[Any], None]) -> None:
+    """Call ``call`` with each object of a class once it is made."""
+    made = kind.__init__
+
+    @functools.wraps(made)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        call(self)
+
+    kind.__init__ = __init__
 
 
 def check(command: str, target: str, *, module: bool) -> None:

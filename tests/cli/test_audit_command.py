@@ -115,11 +115,68 @@ def test_an_error_of_the_script_is_its_own(tmp_path):
     assert "fusedce" not in done.stderr
 
 
+def test_a_model_without_logits_is_named(tmp_path):
+    script = (
+        "import torch\nmodel = torch.nn.LSTM(2, 2)\n"
+        "model(torch.ones(1, 1, 2))[0].sum().backward()\n"
+    )
+    done = audit(tmp_path, "train.py", script=script)
+    assert done.returncode == 2
+    assert "LSTM returned tuple; --model CLASS chooses another" in " ".join(done.stderr.split())
+
+
+NANOGPT = """
+import torch, torch.nn as nn, torch.nn.functional as F
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte, self.lm_head = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
+        self.wte.weight = self.lm_head.weight
+    def forward(self, idx, targets=None):
+        logits = self.lm_head(self.wte(idx))
+        flat = logits.view(-1, logits.size(-1))
+        return logits, F.cross_entropy(flat, targets.view(-1), ignore_index=-1)
+
+torch.manual_seed(0)
+model = torch.compile(GPT())
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    for n in (3, 11):
+        X = torch.randint(50, (2, 12))
+        Y = torch.roll(X, -1, 1).masked_fill(torch.arange(12) >= n, -1)
+        logits, loss = model(X, Y)
+        (loss / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+"""
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_model_that_returns_logits_and_loss_compiled_or_not(tmp_path, compiled):
+    """The first micro-batch counts, too. The last line says what to write."""
+    script = NANOGPT if compiled else NANOGPT.replace("torch.compile(GPT())", "GPT()")
+    done = audit(tmp_path, "--json", "--steps", "2", "train.py", script=script)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert [step["n_tokens"] for step in found["steps"]] == [28, 28]
+    assert "your micro-batches are averaged" in found["verdict"]
+    assert done.stderr.splitlines()[-1].startswith(
+        "fusedce audit: To divide by the tokens of a step, write acc = "
+        "fusedce.LossAccumulator(model); acc.backward(fusedce.model_loss(model, batch))"
+    )
+    assert "Warning" not in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["means", "sums"])
 def test_a_script_on_two_ranks(tmp_path, kind):
-    """Micro-batches of both ranks count, also where the script destroys its process group."""
+    """Micro-batches of both ranks count, also where the script destroys its process group.
+
+    No verdict is an error of torchrun's.
+    """
     done = audit(tmp_path, "--json", "--model", "GPT", "train.py", kind, launcher=TWO)
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["right"] == (kind == "sums"), found["verdict"]
     assert len(found["steps"]) == 6

@@ -279,3 +279,41 @@ def test_a_plain_loop_has_the_heads_of_its_models_replaced(tmp_path):
     assert "argmax" in made["why_not"][0]
     assert f"{tmp_path / 'train.py'}:23" in made["why_not"][0]
     assert report["trainers"] == []
+
+
+ACCELERATE_LOOP = """
+import torch
+from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+config = LlamaConfig(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+                     num_attention_heads=2)
+model = LlamaForCausalLM(config)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for n in (4, 12):
+    with accelerator.accumulate(model):
+        ids = torch.randint(3, 61, (2, n))
+        accelerator.backward(model(input_ids=ids, labels=ids).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_the_last_line_says_whose_denominator_a_loop_has_and_what_to_write(tmp_path, accumulates):
+    """Nothing, if the loop writes it already."""
+    made = "import fusedce; fusedce.LossAccumulator.from_accelerator(accelerator, model)\n"
+    script = ACCELERATE_LOOP + (made if accumulates else "")
+    (tmp_path / "train.py").write_text(script)
+    report, done = fused(tmp_path, "train.py")
+    assert report["models"][0]["losses_fused"] == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("fusedce run: LlamaForCausalLM: 2 losses fused, logits made 0 times")
+    words = (
+        "the denominator is still the loop's own",
+        "fusedce.LossAccumulator.from_accelerator(accelerator, model); "
+        "acc.backward(fusedce.model_loss(model, batch)) for each micro-batch; acc.finish()",
+    )
+    assert [text in last for text in words] == [not accumulates] * 2
+    assert (report["denominator"] is None) == accumulates

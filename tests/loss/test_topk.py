@@ -162,3 +162,17 @@ def test_groups_of_classes_hide_none(values, k):
         order = row.sort(descending=True, stable=True).indices[:k]
         assert torch.equal(found.index[0], order)
         torch.testing.assert_close(found.logprob[0].double(), expected[order], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_the_least_budget_that_is_named_suffices(backend, wanted):
+    """With a gradient there are two passes, and either may need more."""
+    hidden, weight = torch.randn(3, 16, requires_grad=wanted), torch.randn(700, 16)
+    given = {"backend": backend}
+    with pytest.raises(ValueError, match="memory_budget must be at least") as error:
+        fused_topk(hidden, weight, 4, memory_budget=1, **given)
+    least = int(re.search(r"at least (\d+) bytes", str(error.value))[1])
+    fused_topk(hidden, weight, 4, memory_budget=least, **given)
+    with pytest.raises(ValueError, match=f"at least {least} bytes"):
+        fused_topk(hidden, weight, 4, memory_budget=least - 1, **given)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.bounds import STATISTIC
 
+import fusedce
 from fusedce.contract.problem import Problem
 from fusedce.testing import Case
 
