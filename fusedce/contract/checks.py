@@ -107,16 +107,18 @@ def flattened(problem: Problem) -> Problem:
         TypeError, ValueError: the budget or the temperature is wrong.
     """
     hidden, labels, ignore_index = problem.hidden, problem.labels, problem.ignore_index
+    changed: dict[str, Any] = {}  # (usually nothing: a copy would take 4 us)
     if hidden.dim() != 2:
         labels = labels.reshape(-1, *labels.shape[hidden.dim() - 1 :])  # (N,) or (N, K)
-        hidden = hidden.reshape(-1, hidden.shape[-1])
+        changed.update(hidden=hidden.reshape(-1, hidden.shape[-1]), labels=labels)
     if ignore_index is None:  # a value that no label has
         ignore_index = torch.iinfo(labels.dtype).min
         labels = labels.clamp(min=ignore_index + 1)
-    changed: dict[str, Any] = {"hidden": hidden, "labels": labels, "ignore_index": ignore_index}
+        changed.update(labels=labels, ignore_index=ignore_index)
     for name in NUMBERS:
         number = getattr(problem, name)
-        changed[name] = None if number is None else float(number)
+        if number is not None and type(number) is not float:
+            changed[name] = float(number)
     if problem.token_weight is not None:
         changed["token_weight"] = _in_float(problem.token_weight)
     if problem.class_weight is not None:
@@ -125,8 +127,10 @@ def flattened(problem: Problem) -> Problem:
         used = labels.ne(ignore_index)
         used = used.any(1) if used.dim() == 2 else used
         changed["temperature"] = checked_temperature(problem.temperature, problem.hidden, used)
-    changed["memory_budget"] = memory_budget_of(problem.memory_budget, problem.chunk_tokens)
-    return problem.replace(**changed)
+    budget = memory_budget_of(problem.memory_budget, problem.chunk_tokens)
+    if budget is not problem.memory_budget:
+        changed["memory_budget"] = budget
+    return problem.replace(**changed) if changed else problem
 
 
 def _in_float(weights: Tensor) -> Tensor:
