@@ -117,7 +117,7 @@ def test_every_kernel_compiles(arch):
     assert {name.split()[0] for name in rows} == {
         "forward", "exp_gemm", "label_logit", "exp_tile", "softmax_rows", "hidden_grad",
         "label_grad", "token_grad", "stats", "merge_stats", "scale", "compact",
-        "divergence_rows",
+        "divergence_rows", "small_rows", "small_finish",
     }  # fmt: skip
     kinds = ("bf16", "fp16", "fp32 tf32")
     tensor_cores = tuple(
