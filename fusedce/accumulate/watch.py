@@ -42,7 +42,7 @@ _HELD = (
 
 
 class Begun(NamedTuple):
-    """What a streaming window found as its first backward began, and what its last one left."""
+    """Record of a streaming window: gradients before its first backward, and after its last."""
 
     norms: list[Tensor]  # () each, of gradients that should be zero
     is_held: bool  # whether FSDP2 held gradients inside

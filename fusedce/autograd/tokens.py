@@ -39,7 +39,7 @@ Part = TypeVar("Part", SavedStats, StatGrads)
 
 
 class Found(NamedTuple):
-    """What the statistics' operator returns, ``(0,)`` where not wanted; or gradients of these."""
+    """Results of the statistics' operator, ``(0,)`` where not wanted; or their gradients."""
 
     nll: Any  # (N,); as the others (see `SavedStats`) a Tensor
     lse: Any

@@ -144,7 +144,7 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
 
 
 class _Call(NamedTuple):
-    """What the chunks of a call share."""
+    """Inputs and buffers that the chunks of a call share."""
 
     problem: Problem
     logits: Logits
