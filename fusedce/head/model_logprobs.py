@@ -188,8 +188,8 @@ class FusedStatistics(CrossEntropy):
         )
         self.statistics = statistics
 
-    def _loss_of(self, form: LogitForm) -> Tensor:
-        return self.statistics.of_operands(form.hidden, self._options(form))
+    def _loss_of(self, form: LogitForm) -> tuple[Tensor, None]:
+        return self.statistics.of_operands(form.hidden, self._options(form)), None
 
     def _native(self, z: Tensor) -> Tensor:
         return self.statistics.of_real(z)
