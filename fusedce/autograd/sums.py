@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from fusedce.backends.choose import get_backend
-from fusedce.backends.gradients import Gradients, saved_grad_dtypes
-from fusedce.contract.problem import (
+from ..backends.choose import get_backend
+from ..backends.gradients import Gradients, saved_grad_dtypes
+from ..contract.problem import (
     Problem,
     Task,
     acc_dtype,

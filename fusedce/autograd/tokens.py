@@ -17,20 +17,20 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from fusedce.autograd.sums import (
+from ..backends import class_logits
+from ..backends.choose import get_backend
+from ..backends.gradients import Gradients, check_divergence_budget, input_dtypes
+from ..backends.shards import all_reduce
+from ..backends.upstream import SavedStats, StatGrads, upstream_of
+from ..contract.checks import no_autocast
+from ..contract.groups import group_named
+from ..contract.objective import Stats, token_losses
+from ..contract.problem import Outputs, Problem, Task, acc_dtype, schema_of
+from .sums import (
     check_upstream,
     in_eager_mode,
     keeps_saved_tensors,
 )
-from fusedce.backends import class_logits
-from fusedce.backends.choose import get_backend
-from fusedce.backends.gradients import Gradients, check_divergence_budget, input_dtypes
-from fusedce.backends.shards import all_reduce
-from fusedce.backends.upstream import SavedStats, StatGrads, upstream_of
-from fusedce.contract.checks import no_autocast
-from fusedce.contract.groups import group_named
-from fusedce.contract.objective import Stats, token_losses
-from fusedce.contract.problem import Outputs, Problem, Task, acc_dtype, schema_of
 
 StatsOf = Callable[[Task], tuple[Stats, Tensor]]
 """As :func:`token_stats`."""

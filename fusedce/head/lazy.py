@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fusedce.head.linear_call import NO_TORCH_FUNCTION, Expr, Memory
-from fusedce.head.rules import RULES, indexed_dims, is_mask
+from .linear_call import NO_TORCH_FUNCTION, Expr, Memory
+from .rules import RULES, indexed_dims, is_mask
 
 T: Any = torch.Tensor
 _foreign = ContextVar("fusedce_foreign", default=False)  # another subclass converts results

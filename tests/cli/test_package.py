@@ -34,7 +34,7 @@ def test_names_are_those_that_type_checkers_see():
     source = (ROOT / "fusedce" / "__init__.py").read_text()
     seen = re.search(r"if TYPE_CHECKING:\n(.*?)\n\n", source, re.DOTALL)[1]
     for name, home in fusedce._HOME.items():
-        assert re.search(rf"from fusedce\.{home} import [(\s]*{name} as {name}\b", seen), name
+        assert re.search(rf"from \.{home} import [(\s]*{name} as {name}\b", seen), name
 
 
 def test_a_model_folder_runs_no_code(tmp_path):

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Summed
-from fusedce.backends.triton import archs, divergence_chunks, small_sums, sum_grads
-from fusedce.backends.triton.forward import loss, token_stats
-from fusedce.backends.triton.launch import device_guard, launch_grid
-from fusedce.backends.triton.vocab_tiles import token_grads
-from fusedce.contract.problem import Outputs, Problem, Task
-from fusedce.kernels.input_grads import scale_kernel
+from ...contract.problem import Outputs, Problem, Task
+from ...kernels.input_grads import scale_kernel
+from ..gradients import Summed
+from . import archs, divergence_chunks, small_sums, sum_grads
+from .forward import loss, token_stats
+from .launch import device_guard, launch_grid
+from .vocab_tiles import token_grads
 
 __all__ = [
     "divergence_and_grads",
