@@ -37,6 +37,18 @@ def test_names_are_those_that_type_checkers_see():
         assert re.search(rf"from \.{home} import [(\s]*{name} as {name}\b", seen), name
 
 
+def test_the_checkout_hides_no_package_called_kernels(tmp_path):
+    """Such as Hugging Face's, where the checkout goes before it on the path."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("get_kernel = 'theirs'")
+    done = subprocess.run(
+        [sys.executable, "-c", "from kernels import get_kernel as x; import fusedce.kernels.tile"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_model_folder_runs_no_code(tmp_path):
     """A class that its configuration names is not read."""
     from support.command_line import call
