@@ -81,11 +81,11 @@ if not TYPE_CHECKING:  # type checkers read the imports above, and report a name
 
     def __getattr__(name: str) -> Any:
         if name in _HOME:
-            value = getattr(importlib.import_module(f"fusedce.{_HOME[name]}"), name)
+            value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
         elif name in _MODULES:
-            value = importlib.import_module(f"fusedce.{name}")
+            value = importlib.import_module(f".{name}", __name__)
         else:
-            message = f"module 'fusedce' has no attribute {name!r}"
+            message = f"module {__name__!r} has no attribute {name!r}"
             # With the name and its owner, Python suggests the name that was meant.
             raise AttributeError(message, name=name, obj=sys.modules[__name__])
         globals()[name] = value

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..autograd import NAMESPACE
 from .linear_call import NO_TORCH_FUNCTION, Expr, Memory
 from .rules import RULES, indexed_dims, is_mask
 
@@ -47,7 +48,7 @@ class OpSchema(NamedTuple):
     reshapes: bool  # it changes the shape or the memory of its argument in place
 
 
-_TRUSTED = ("aten", "prim", "prims", "fusedce")  # their schemas name all that is written
+_TRUSTED = ("aten", "prim", "prims", NAMESPACE)  # their schemas name all that is written
 
 
 @functools.cache
