@@ -63,7 +63,7 @@ def test_a_model_folder_runs_no_code(tmp_path):
     assert not ran.exists()
 
 
-# As Hugging Face's `kernels` imports the folder of a variant. A mode of tensors sees operators.
+# As Hugging Face's `kernels` 0.16 and 0.17 import a variant. A mode of tensors sees operators.
 TWO_VERSIONS = """
 import importlib, importlib.util, json, pathlib, pkgutil, sys, torch
 from torch.utils.flop_counter import FlopCounterMode
