@@ -42,7 +42,9 @@ LARGE_DEVICE_BUDGET, LARGE_DEVICE = 2048 * MiB, 40 * 10**9
 _DEVICE_TOKENS = 8192
 FEW = 4  # chunks whose weight gradients may be added in that gradient's own dtype
 LEAST_TOKENS = 2048  # of a GPU's chunk by default: products of fewer tokens are slower
-LEAST_TILE = 512  # classes of a tile of Triton's chunks: two blocks of the walk over them
+# Triton's chunks by tiles: tokens from which on more do not pay, classes of a tile below which the
+# host decides the time, and the fewest, two blocks of the walk over them.
+TILED_TOKENS, WIDE_TILE, LEAST_TILE = 4096, 4096, 512
 ROW_MULTIPLE = 64  # blocks of so many tokens give a token the same bits in every batch
 _LEAST_CLASSES = 64
 # Of MKL and oneDNN, and of the allocator (measured), at most; they pack copies of small operands.
@@ -292,12 +294,19 @@ def _candidates(sizes: Sizes, classes: int) -> list[_Candidate]:
 
 
 def _tiled_chunks(sizes: Sizes) -> list[_Candidate]:
-    """Triton's sums by tiles: chunks of rows, of which only a tile of the classes exists."""
+    """Triton's sums by tiles: chunks of rows, of which only a tile of the classes exists.
+
+    Chunks are the whole, halves or quarters: three chunks leave more multiprocessors idle than two.
+    Tiles narrower than `WIDE_TILE` come last, since the host has no launch ready by their end.
+    """
     n, step = max(sizes.n, 1), sizes.limits.multiple
-    least = equal_parts(n, -(-n // FEW), step) if sizes.accumulator else min(n, LEAST_TOKENS)
-    tokens = range(least, max(least, min(n, _DEVICE_TOKENS)) + 1, step)
+    least = -(-n // FEW) if sizes.accumulator else min(n, LEAST_TOKENS)
+    wanted = [-(-n // parts) for parts in (1, 2, FEW) if n <= parts * TILED_TOKENS]
+    chunks = dict.fromkeys(equal_parts(n, C, step) for C in [*wanted, least] if C >= least)
     widths = [T for T in _halved(sizes.limits.tile_classes) if T >= LEAST_TILE]
-    ways: list[_Candidate] = [(tiled_chunks, tokens, T) for T in widths]
+    sizes_of_tiles = [(C, T) for C in chunks for T in widths if T >= WIDE_TILE]
+    sizes_of_tiles += [(C, T) for T in widths if T < WIDE_TILE for C in chunks]
+    ways: list[_Candidate] = [(tiled_chunks, range(C, C + 1, step), T) for C, T in sizes_of_tiles]
     if not sizes.accumulator and least > step:
         ways.append((tiled_chunks, range(step, least, step), LEAST_TILE))
     return ways
@@ -440,7 +449,7 @@ def tiled_chunks(sizes: Sizes, C: int, T: int) -> Plan:
             0 if sizes.gemm_block else min(tile_products(H), C * width), min(C, 128) * H
         ),
         "d_hidden of a chunk": C * H * acc if sizes.hidden else 0,
-        "scaled hidden states": C * H * sizes.element if sizes.weight else 0,
+        "scaled hidden states": C * H * sizes.element if sizes.fp16 else 0,
         "statistics and entries": C * (8 * min(-(-V // 64), MAX_SPLITS) + 100) + n * ENTRY,
         "copies with aligned rows": sizes.aligned,
     }  # fmt: skip

@@ -87,10 +87,11 @@ def walk(
 # What an epilogue never reads. All else must be given, if only as None.
 _NOT_OF = {
     SUMS.value: (
-        "best", "class_weight", "temperature", "moments", "zsums", "exps", "width", "stride_ec",
+        "best", "factors", "class_weight", "temperature", "moments", "zsums", "exps", "width",
+        "stride_ec",
     ),
     STATISTICS.value: (
-        "block_losses", "tickets", "loss_sum", "lse", "exps", "width", "stride_ec",
+        "factors", "block_losses", "tickets", "loss_sum", "lse", "exps", "width", "stride_ec",
     ),
     EXPONENTIALS.value: (
         "rows", "count", "block_losses", "tickets", "loss_sum", "lse", "class_weight",

@@ -133,6 +133,8 @@ class _Chunks(Head):
     A row of ``maxima`` and ``sums``, one a block of classes, is as long as the chunk at hand.
     """
 
+    FACTORS_LATE = True  # the rows' factors are known once their exponentials are stored
+
     def __init__(
         self,
         problem: Problem,  # whose token weights are those of the rows that are computed
@@ -172,7 +174,7 @@ class _Chunks(Head):
         of_rows = torch.empty(sum(sizes), dtype=torch.float32, device=device)
         self.maxima, self.sums, self.z_label, self.factors = of_rows.split_with_sizes(sizes)
         self.scaled = None
-        if wanted.weight and not self.store_probs:
+        if wanted.weight and not self.store_probs and self.FACTORS_LATE:
             self.scaled = torch.empty(C, H, dtype=dtype, device=device)
         self.losses, self.label_grads = torch.empty(2, n, dtype=torch.float32, device=device)
         self.loss_slopes = self.lse = None
@@ -284,6 +286,7 @@ class _Chunks(Head):
         weight: Tensor,  # (T, H) the head, or a tile of it
         reference: Tensor | None,  # (C,) fp32 logits; None: every block has one of its own
         best: Tensor | None = None,  # (blocks * C,) int32 to fill
+        factors: Tensor | None = None,  # (C,) fp32: what a row's exponentials are multiplied by
         bias: Tensor | None = None,  # (T,) of a tile
     ) -> None:
         """Fill the exponentials and their statistics."""
@@ -292,6 +295,7 @@ class _Chunks(Head):
             "exps": self.exps,
             "labels": y,
             "z_label": reference,
+            "factors": factors,
             "maxima": self.maxima,
             "sums": self.sums,
             "best": best,
@@ -375,7 +379,13 @@ _LOG2E = float(LOG2E.value)
 
 
 class _TiledChunks(_Chunks):
-    """Chunks of tokens of whose exponentials a tile of the vocabulary exists at a time."""
+    """Chunks of tokens of whose exponentials a tile of the vocabulary exists at a time.
+
+    Exponentials are multiplied by their row's factor before they are rounded, but in float16, whose
+    range the factors may leave.
+    """
+
+    FACTORS_LATE = False
 
     def _rows_of_hidden(self, C: int, H: int, processors: int) -> int:
         """The tiles' parts of d_hidden are added up elsewhere; what is left are small products."""
@@ -387,32 +397,29 @@ class _TiledChunks(_Chunks):
         lse = self._statistics(h, y, first)
         alpha = self.outer / self.grad_scale
         factors = self.factors[:C]
-        total = scaled = largest = None
+        inside, late = (None, factors) if self.store_probs else (factors, None)
+        total = None
         if grads.hidden is not None:
             total = torch.empty(C, H, dtype=torch.float32, device=h.device)
-        if self.scaled is not None:  # computed in float32, and rounded once
-            scaled = torch.mul(h, factors[:, None], out=self.scaled[:C])
-        elif grads.weight is not None:
-            scaled, largest = scaled_by(h, factors)
+        scaled, largest = scaled_by(h, late if grads.weight is not None else None)
         for begin in range(0, V, T):
             w = self.weight[begin : begin + T]
             tile = slice(begin, begin + len(w))
             bias = self.pointwise["bias"]
-            self._exponentials(
-                h, y - begin, w, lse, bias=None if bias is None else padded(bias[tile])
-            )
+            bias = None if bias is None else padded(bias[tile])
+            self._exponentials(h, y - begin, w, lse, factors=inside, bias=bias)
             g = self.exps[:C, : len(w)]
             if total is not None:
                 add_product(total, g, w, first=begin == 0, scratch=self.products)
             if grads.bias is not None:
-                add_to_bias(grads.bias[tile], g, factors, alpha, self.products)
-            if grads.weight is not None and scaled is not None:
+                add_to_bias(grads.bias[tile], g, late, alpha, self.products)
+            if grads.weight is not None:
                 add_product(
                     grads.weight[tile], g.t(), scaled, alpha, largest, first=first == 0,
                     scratch=self.products,
                 )  # fmt: skip
         if total is not None and grads.hidden is not None:
-            self._finish_hidden(total, y, factors, grads.hidden, 0, first)
+            self._finish_hidden(total, y, late, grads.hidden, 0, first)
 
     def _statistics(self, h: Tensor, y: Tensor, first: int) -> Tensor:
         """Fill losses, factors and labels' entries; return the log-sum-exps ``(C,)`` fp32."""
