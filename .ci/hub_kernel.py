@@ -42,10 +42,8 @@ def write(folder: Path) -> list[Path]:
     commands = shutil.ignore_patterns("__pycache__", "cli.py", "__main__.py", "tools")
     shutil.copytree(ROOT / "fusedce", source, ignore=commands)
     (folder / "build.toml").write_text(BUILD.format(**about, backends=json.dumps(BACKENDS)))
-    digest = {
-        str(path.relative_to(source)): b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
-        for path in sorted(source.rglob("*")) if path.is_file()
-    }  # fmt: skip
+    files = (path for path in sorted(source.rglob("*")) if path.is_file())
+    digest = {str(path.relative_to(source)): _sha256(path) for path in files}
     of_content = hashlib.sha256(json.dumps(digest).encode()).hexdigest()[:8]
     variants = [folder / "build" / f"torch-{backend}" for backend in BACKENDS]
     for backend, variant in zip(BACKENDS, variants, strict=True):
@@ -63,6 +61,10 @@ def write(folder: Path) -> list[Path]:
         }
         (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
     return variants
+
+
+def _sha256(path: Path) -> str:
+    return b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
 
 
 if __name__ == "__main__":
