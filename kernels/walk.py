@@ -178,7 +178,11 @@ def finish_sums(
     tl.store(loss_sum, total.to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["N", "labels", "maxima", "sums", "best", "z_label", "factors", "stride_split"])
+@triton.jit(
+    do_not_specialize=[
+        "N", "labels", "maxima", "sums", "best", "z_label", "factors", "stride_split",
+    ]
+)  # fmt: skip
 def walk_kernel(
     hidden,  # (N, H), as weight with rows at multiples of 16 bytes
     weight,  # (V, H)

@@ -302,7 +302,7 @@ def _tiled_chunks(sizes: Sizes) -> list[_Candidate]:
     n, step = max(sizes.n, 1), sizes.limits.multiple
     least = -(-n // FEW) if sizes.accumulator else min(n, LEAST_TOKENS)
     wanted = [-(-n // parts) for parts in (1, 2, FEW) if n <= parts * TILED_TOKENS]
-    chunks = dict.fromkeys(equal_parts(n, C, step) for C in [*wanted, least] if C >= least)
+    chunks = dict.fromkeys(equal_parts(n, C, step) for C in [*wanted, least] if least <= C)
     widths = [T for T in _halved(sizes.limits.tile_classes) if T >= LEAST_TILE]
     sizes_of_tiles = [(C, T) for C in chunks for T in widths if T >= WIDE_TILE]
     sizes_of_tiles += [(C, T) for T in widths if T < WIDE_TILE for C in chunks]
