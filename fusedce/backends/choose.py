@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from fusedce.backends.gradients import Dtypes, Summed
-from fusedce.contract.objective import LogitGrad, Stats
-from fusedce.contract.problem import Outputs, Problem, Task
+from ..contract.objective import LogitGrad, Stats
+from ..contract.problem import Outputs, Problem, Task
+from .gradients import Dtypes, Summed
 
 _NAMES = ("torch", "triton")
 _TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called cuda by torch
@@ -144,7 +144,7 @@ def why_no_kernels(device: torch.device) -> str | None:
     """
     if device not in _kernel_errors:
         try:
-            from fusedce.backends.triton.launch import probe
+            from .triton.launch import probe
 
             probe(device)
             _kernel_errors[device] = None
@@ -185,9 +185,9 @@ def _kernels_run(hidden: Tensor) -> bool:
 def get_backend(name: str | None) -> Backend:
     """The backend of that name, imported at its first use (triton is slow to import)."""
     if name == "triton":
-        from fusedce.backends import triton
+        from . import triton
 
         return triton
-    from fusedce.backends import torch as chunked
+    from . import torch as chunked
 
     return chunked

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.plan import WALK_STEP, Sizes, choose_plan, device_budget, plan_tiles
-from fusedce.contract.problem import Outputs, Problem, Task, acc_dtype
+from ..contract.problem import Outputs, Problem, Task, acc_dtype
+from .plan import WALK_STEP, Sizes, choose_plan, device_budget, plan_tiles
 
 
 class Dtypes(NamedTuple):

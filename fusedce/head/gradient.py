@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fusedce.contract.checks import no_autocast
-from fusedce.head.lazy import (
+from ..contract.checks import no_autocast
+from ..ranks.layout import is_vocabulary_shard
+from .lazy import (
     AUTOGRAD,
     CODE,
     LazyLogits,
@@ -26,8 +27,7 @@ from fusedce.head.lazy import (
     snapshot,
     without_data,
 )
-from fusedce.head.linear_call import Expr, LinearCall, Memory, changes_values, whole
-from fusedce.ranks.layout import is_vocabulary_shard
+from .linear_call import Expr, LinearCall, Memory, changes_values, whole
 
 aten = torch.ops.aten
 Gradients = list[Tensor | None]  # of hidden state, weight and perhaps bias

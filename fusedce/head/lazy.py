@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fusedce.head.linear_call import NO_TORCH_FUNCTION, Expr, Memory
-from fusedce.head.rules import RULES, indexed_dims, is_mask
+from ..autograd import NAMESPACE
+from .linear_call import NO_TORCH_FUNCTION, Expr, Memory
+from .rules import RULES, indexed_dims, is_mask
 
 T: Any = torch.Tensor
 # Who calls operators of lazy tensors: a node of autograd, code, or another subclass of tensors,
@@ -50,7 +51,7 @@ class OpSchema(NamedTuple):
     reshapes: bool  # it changes the shape or the memory of its argument in place
 
 
-_TRUSTED = ("aten", "prim", "prims", "fusedce")  # their schemas name all that is written
+_TRUSTED = ("aten", "prim", "prims", NAMESPACE)  # their schemas name all that is written
 
 
 @functools.cache

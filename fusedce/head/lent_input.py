@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
-from fusedce.contract.checks import autocast_dtype
-from fusedce.head.gradient import LazyLinear
-from fusedce.head.lazy import LazyLogits, Uncompiled
-from fusedce.head.linear_call import NO_TORCH_FUNCTION, LinearCall
-from fusedce.head.observe import HeadCounts
-from fusedce.ranks.layout import is_vocabulary_shard
+from ..contract.checks import autocast_dtype
+from ..ranks.layout import is_vocabulary_shard
+from .gradient import LazyLinear
+from .lazy import LazyLogits, Uncompiled
+from .linear_call import NO_TORCH_FUNCTION, LinearCall
+from .observe import HeadCounts
 
 _PLAIN = (Tensor, nn.Parameter)
 _LINEAR = torch._C._nn.linear  # DeepSpeed's ZeRO-3 puts a function of its own in F.linear

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fusedce.contract.checks import autocast_dtype, memory_budget_of, no_autocast
-from fusedce.contract.results import LossSum, MonitoredLossSum
-from fusedce.head.gradient import Gradients, LazyGradient, Part, check_not_batched
-from fusedce.head.lazy import LazyLogits, node_number
-from fusedce.head.linear_call import Expr, LinearCall
-from fusedce.head.observe import LossObserver
-from fusedce.head.rules import LogitForm, form_of
-from fusedce.loss.cross_entropy import fused_cross_entropy
-from fusedce.loss.fused_ce import fused_ce
-from fusedce.loss.logprobs import fused_logprobs
-from fusedce.ranks.layout import is_vocabulary_shard
-from fusedce.recipes import token_scaled_loss
+from ..contract.checks import autocast_dtype, memory_budget_of, no_autocast
+from ..contract.results import LossSum, MonitoredLossSum
+from ..loss.cross_entropy import fused_cross_entropy
+from ..loss.fused_ce import fused_ce
+from ..loss.logprobs import fused_logprobs
+from ..ranks.layout import is_vocabulary_shard
+from ..recipes import token_scaled_loss
+from .gradient import Gradients, LazyGradient, Part, check_not_batched
+from .lazy import LazyLogits, node_number
+from .linear_call import Expr, LinearCall
+from .observe import LossObserver
+from .rules import LogitForm, form_of
 
 
 class Evaluated(NamedTuple):

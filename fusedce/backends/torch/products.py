@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.contract.problem import acc_dtype
+from ...contract.problem import acc_dtype
 
 _BLOCK = 2**22  # elements of a product that waits in memory of its own to be added
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusedce.backends import plan
+from .. import plan
 
 KiB = 1024
 EVERY_H = 2**31

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, Summed, saved_grad_dtypes, sizes_of
-from fusedce.backends.plan import FEW_CHUNKS, choose_plan, multiple_of_16
-from fusedce.backends.triton import archs
-from fusedce.backends.triton.head_gradients import add_to_bias
-from fusedce.backends.triton.launch import (
+from ...contract.problem import KINDS, Divergence, Outputs, Problem
+from ...kernels.divergence_rows import EDGE, divergence_rows_kernel
+from ..gradients import Gradients, Summed, saved_grad_dtypes, sizes_of
+from ..plan import FEW_CHUNKS, choose_plan, multiple_of_16
+from . import archs
+from .head_gradients import add_to_bias
+from .launch import (
     capturing,
     compact,
     device_guard,
@@ -26,10 +28,8 @@ from fusedce.backends.triton.launch import (
     power_of_2,
     raise_on_cpu,
 )
-from fusedce.backends.triton.products import add_product, product, scaled_by
-from fusedce.backends.triton.sum_grads import rows_and_factor
-from fusedce.contract.problem import KINDS, Divergence, Outputs, Problem
-from fusedce.kernels.divergence_rows import EDGE, divergence_rows_kernel
+from .products import add_product, product, scaled_by
+from .sum_grads import rows_and_factor
 
 _GRAD_SCALE = 2.0**13  # of float16, whose probabilities would underflow
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fusedce.backends.gradients import is_row_major
-from fusedce.backends.plan import multiple_of_16
-from fusedce.backends.triton.archs import Blocks, vocabulary_splits
-from fusedce.contract.labels import bad_label_message
-from fusedce.contract.problem import Problem, Projection
-from fusedce.kernels.compact import compact_kernel
-from fusedce.kernels.walk import EXPONENTIALS, STATISTICS, SUMS, walk_kernel
+from ...contract.labels import bad_label_message
+from ...contract.problem import Problem, Projection
+from ...kernels.compact import compact_kernel
+from ...kernels.walk import EXPONENTIALS, STATISTICS, SUMS, walk_kernel
+from ..gradients import is_row_major
+from ..plan import multiple_of_16
+from .archs import Blocks, vocabulary_splits
 
 # Triton's interpreter, which takes a GPU's tensors as well, multiplies bfloat16 as integers.
 INTERPRETED = not isinstance(walk_kernel, triton.JITFunction)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fusedce.backends.triton.launch import warn_once
+from .launch import warn_once
 
 
 @functools.cache

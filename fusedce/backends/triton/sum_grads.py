@@ -20,17 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, Summed, saved_grad_dtypes, sizes_of
-from fusedce.backends.plan import FEW_CHUNKS, TILES, choose_plan, multiple_of_16
-from fusedce.backends.triton import archs
-from fusedce.backends.triton.forward import token_stats
-from fusedce.backends.triton.head_gradients import (
+from ...contract.objective import slopes, token_losses
+from ...contract.problem import Outputs, Problem, Projection
+from ...kernels.softmax_grad import exp_tile_kernel, label_logit_kernel, softmax_rows_kernel
+from ...kernels.tile import LOG2E
+from ...kernels.walk import EXPONENTIALS
+from ..gradients import Gradients, Summed, saved_grad_dtypes, sizes_of
+from ..plan import FEW_CHUNKS, TILES, choose_plan, multiple_of_16
+from . import archs
+from .forward import token_stats
+from .head_gradients import (
     Head,
     add_label_grads,
     add_to_bias,
     compile_for_sums,
 )
-from fusedce.backends.triton.launch import (
+from .launch import (
     Rows,
     capturing,
     compact,
@@ -43,12 +48,7 @@ from fusedce.backends.triton.launch import (
     raise_on_cpu,
     walk,
 )
-from fusedce.backends.triton.products import add_product, product, scaled_by
-from fusedce.contract.objective import slopes, token_losses
-from fusedce.contract.problem import Outputs, Problem, Projection
-from fusedce.kernels.softmax_grad import exp_tile_kernel, label_logit_kernel, softmax_rows_kernel
-from fusedce.kernels.tile import LOG2E
-from fusedce.kernels.walk import EXPONENTIALS
+from .products import add_product, product, scaled_by
 
 
 def loss_and_grads(problem: Problem, wanted: Outputs, argmax: Tensor | None) -> Summed:
