@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..contract.problem import Outputs, Problem, Task, acc_dtype
-from .plan import WALK_STEP, Sizes, choose_plan, device_budget, plan_tiles
+from .plan import WALK_STEP, Plan, Sizes, choose_plan, device_budget, plan_tiles
 
 
 class Dtypes(NamedTuple):
@@ -48,7 +48,7 @@ def sizes_of(
     *,
     logit: int | None = None,  # bytes a chunk holds of each logit; default: those of an input
     triton: bool = False,
-    gemm_block: int = 0,  # see `Sizes`
+    **blocks: int,  # of classes: see `Sizes`
 ) -> Sizes:
     """Read from a problem what a plan depends on."""
     (N, H), V = problem.hidden.shape, problem.weight.shape[0]
@@ -71,7 +71,7 @@ def sizes_of(
         fp16=problem.hidden.dtype == torch.float16,
         threads=torch.get_num_threads(),
         budget=device_budget(memory_of(problem.hidden.device)),
-        gemm_block=gemm_block,
+        **blocks,
     ).with_copies(*copied_bytes(problem, V) if triton else (0, 0))
 
 
@@ -138,6 +138,14 @@ def memory_of(device: torch.device) -> int | None:
     if device.type not in ("cuda", "xpu"):
         return None
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+
+
+def allocate(plan: Plan, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The memory that a plan counts under ``name``, empty."""
+    shape, element = plan.buffers[name]
+    if element != dtype.itemsize:
+        raise AssertionError(f"{name}: the plan has {element} bytes an element, not {dtype}")
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 class Summed(NamedTuple):

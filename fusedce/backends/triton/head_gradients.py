@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ...contract.problem import Problem, Projection
 from ...kernels.input_grads import hidden_grad_kernel, label_grad_kernel
+from ..plan import power_of_2
 from . import archs
-from .launch import launch_grid, padded, pointwise, power_of_2
+from .launch import launch_grid, padded, pointwise
 
 
 class Head:

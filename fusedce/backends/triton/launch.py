@@ -114,11 +114,6 @@ def has_options(problem: Problem) -> bool:
     return any(x is not None for x in pointwise(Projection.of(problem)).values())
 
 
-def power_of_2(n: int) -> int:
-    """The least power of 2 that is at least ``n``; Triton's own function is slower on the host."""
-    return 1 << (n - 1).bit_length()
-
-
 def padded(x: Tensor) -> Tensor:
     """``x (V,)`` with zeros up to a :func:`multiple_of_16`."""
     return pad(x, (0, multiple_of_16(len(x)) - len(x)))

@@ -12,11 +12,10 @@ import torch
 from ...contract.problem import Outputs, Problem
 from ...kernels.small import small_finish_kernel, small_rows_kernel
 from ..gradients import Summed
-from ..plan import is_small, multiple_of_16
+from ..plan import is_small, multiple_of_16, power_of_2
 from .launch import (
     device_guard,
     launch_grid,
-    power_of_2,
     raise_on_cpu,
 )
 from .products import product

@@ -17,7 +17,7 @@ from ...contract.objective import LogitGrad
 from ...contract.problem import Outputs, Problem
 from ...kernels.softmax_grad import token_grad_kernel
 from ..gradients import Dtypes, Gradients, sizes_of
-from ..plan import multiple_of_16, plan_tiles
+from ..plan import multiple_of_16, plan_tiles, power_of_2
 from .head_gradients import Head, add_label_grads, add_to_bias
 from .launch import (
     capturing,
@@ -25,7 +25,6 @@ from .launch import (
     device_guard,
     launch_grid,
     padded,
-    power_of_2,
 )
 from .products import add_product, product, scaled_by
 
