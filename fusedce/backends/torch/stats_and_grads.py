@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusedce.backends.devices import memory_of
 from fusedce.backends.gradients import (
     Dtypes,
     Gradients,
     check_budget,
-    memory_of,
     sizes_of,
 )
 from fusedce.backends.plan import CPU_BUDGET, device_budget, most_classes, plan_tiles

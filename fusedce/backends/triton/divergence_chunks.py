@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedce.backends.devices import capturing
 from fusedce.backends.gradients import Gradients, Summed, saved_grad_dtypes, sizes_of
 from fusedce.backends.plan import FEW_CHUNKS, choose_plan, multiple_of_16
 from fusedce.backends.triton import archs
 from fusedce.backends.triton.head_gradients import add_to_bias
 from fusedce.backends.triton.launch import (
-    capturing,
     compact,
     device_guard,
     launch_grid,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedce.backends.devices import capturing
 from fusedce.backends.gradients import Gradients, Summed, saved_grad_dtypes, sizes_of
 from fusedce.backends.plan import FEW_CHUNKS, TILES, choose_plan, multiple_of_16
 from fusedce.backends.triton import archs
@@ -32,7 +33,6 @@ from fusedce.backends.triton.head_gradients import (
 )
 from fusedce.backends.triton.launch import (
     Rows,
-    capturing,
     compact,
     device_guard,
     has_options,

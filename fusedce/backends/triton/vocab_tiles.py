@@ -13,11 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusedce.backends.devices import capturing
 from fusedce.backends.gradients import Dtypes, Gradients, sizes_of
 from fusedce.backends.plan import multiple_of_16, plan_tiles
 from fusedce.backends.triton.head_gradients import Head, add_label_grads, add_to_bias
 from fusedce.backends.triton.launch import (
-    capturing,
     compact,
     device_guard,
     launch_grid,
