@@ -45,13 +45,15 @@ def source() -> str:
 def commit() -> str:
     """The commit of the checkout, with a "+" if code of the package differs from it.
 
-    On a machine without the repository, what the environment's ``COMMIT`` says.
+    What the environment's ``COMMIT`` says goes first: a copy's repository may say another.
     """
+    if "COMMIT" in os.environ:
+        return os.environ["COMMIT"]
     try:
         found = _git("rev-parse", "--short=12", "HEAD")
         return found + ("+" if _git("status", "--porcelain", "--", *_CODE) else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("COMMIT", "unknown")
+        return "unknown"
 
 
 def changed_since(of: str) -> int | None:
