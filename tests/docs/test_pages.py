@@ -133,6 +133,9 @@ def test_every_message_of_the_package_is_collected(monkeypatch):
     texts = " ".join(text for _, _, text in found)
     for words in ("weight must be", "is no folder, file, class or model type"):
         assert words in texts
+    page = "\n".join(hooks._table())
+    assert page.count("\n    | ") >= len(found)
+    assert "fusedce." not in " ".join(re.findall(r'\?\?\? note "(.*)"', page))
 
 
 def test_the_api_page_has_every_public_name():
