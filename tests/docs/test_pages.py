@@ -45,10 +45,8 @@ def test_the_snippets_of_a_page_run(name, tmp_path, monkeypatch):
 def test_every_block_says_its_language(name):
     """A block of Python without a tag would be neither coloured nor run."""
     tags = [tag for tag, _ in FENCE.findall(TEXTS[name])]
-    assert set(tags) <= {"python", " {.python}", "py", "bash", "text", "diff"}
+    assert set(tags) <= {"python", " {.python}", "bash", "text", "diff"}
     assert tags.count(" {.python}") == len(INCLUDED.findall(TEXTS[name]))
-    if "py" in tags:  # runs in a process of its own: tests/compiled does it
-        assert name == "kernels.md"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
