@@ -1,75 +1,70 @@
-"""Write the layout that Hugging Face's `kernels` loads: ``python .ci/hub_kernel.py FOLDER``.
+"""Write a kernel repository for Hugging Face's `kernels`: ``python .ci/hub_kernel.py FOLDER``.
 
 FOLDER may be pushed as a repository of type "kernel", or loaded as it is:
-``kernels.get_local_kernel(Path(FOLDER)).fused_ce(...)``. The package needs no compiler, so the
-variants of all backends hold the same files.
+``kernels.get_local_kernel(Path(FOLDER)).fused_ce(...)``. No file is rewritten: imports inside the
+package are relative, and its operators' namespace is the name that it is imported by. The package
+needs no compiler, so the variants of all backends hold the same files.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
+from base64 import b64encode
 from pathlib import Path
 
 import tomllib
 
 ROOT = Path(__file__).parents[1]
 BACKENDS = ("cpu", "cuda", "rocm", "xpu")
-# `kernels` imports this file under a name of its own. The modules of the package import each other
-# as `fusedce.X`, and its operators are registered once in a process, so that the package is loaded
-# under its own name. An installed package of the same version is used instead.
-LOADER = '''\
-"""fusedce {version}, loaded from a kernel repository under its own name."""
+BUILD = """\
+[general]
+name = "fusedce"
+version = 1
+edition = 5
+license = "{license}"
+upstream = "{upstream}"
+backends = {backends}
 
-import importlib.util
-import sys
-from pathlib import Path
+[torch-noarch]
 
-_folder = Path(__file__).parent / "package"
-if "fusedce" not in sys.modules:
-    _spec = importlib.util.spec_from_file_location(
-        "fusedce", _folder / "__init__.py", submodule_search_locations=[str(_folder)]
-    )
-    sys.modules["fusedce"] = importlib.util.module_from_spec(_spec)
-    _spec.loader.exec_module(sys.modules["fusedce"])
-
-import fusedce
-
-if fusedce.__version__ != "{version}":
-    raise ImportError(
-        f"this is fusedce {version}, and fusedce {{fusedce.__version__}} is already imported: "
-        f"install that version, or load the kernel before it is imported"
-    )
-__version__ = fusedce.__version__
-__all__ = fusedce.__all__
-
-
-def __getattr__(name):
-    return getattr(fusedce, name)
-'''
+[kernel]
+"""
 
 
 def write(folder: Path) -> list[Path]:
-    """Write the layout below ``folder``, a variant for each backend; returns their folders."""
+    """Write the repository to ``folder``, a variant for each backend; returns their folders."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    ignored = shutil.ignore_patterns("__pycache__", "kernels")
+    about = {"license": project["license"], "upstream": project["urls"]["Homepage"]}
+    source = folder / "torch-ext" / "fusedce"
+    commands = shutil.ignore_patterns("__pycache__", "cli.py", "__main__.py", "tools")
+    shutil.copytree(ROOT / "fusedce", source, ignore=commands)
+    (folder / "build.toml").write_text(BUILD.format(**about, backends=json.dumps(BACKENDS)))
+    files = (path for path in sorted(source.rglob("*")) if path.is_file())
+    digest = {str(path.relative_to(source)): _sha256(path) for path in files}
+    of_content = hashlib.sha256(json.dumps(digest).encode()).hexdigest()[:8]
     variants = [folder / "build" / f"torch-{backend}" for backend in BACKENDS]
     for backend, variant in zip(BACKENDS, variants, strict=True):
-        shutil.copytree(ROOT / "fusedce", variant / "package", ignore=ignored)
-        shutil.copytree(ROOT / "kernels", variant / "package" / "kernels", ignore=ignored)
-        (variant / "__init__.py").write_text(LOADER.format(version=project["version"]))
+        shutil.copytree(source, variant)
         metadata = {
-            "id": f"_fusedce_{backend}_{project['version'].replace('.', '_')}",
+            # The name by which `kernels` imports the package: another one for other content, so
+            # that several versions live in one process.
+            "id": f"_fusedce_{backend}_{of_content}",
             "name": "fusedce",
             "version": 1,
-            "license": project["license"],
-            "upstream": project["urls"]["Homepage"],
+            **about,
             "python-depends": [],
             "backend": {"type": backend},
+            "digest": {"algorithm": "sha256", "files": digest},
         }
         (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
     return variants
+
+
+def _sha256(path: Path) -> str:
+    return b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
 
 
 if __name__ == "__main__":

@@ -444,13 +444,13 @@ def limited(command: list[str], seconds: float, **more: Any) -> tuple[bool, str]
 
 
 def tests() -> bool:
-    """`tests/gpu`, a process for each file of it."""
+    """`tests/gpu`, by 15 processes: compiling the kernels takes most of the time."""
     # Not the root on sys.path: there the folder kernels/ hides the Hugging Face package.
     code = "import sys; del sys.path[0]; import pytest; sys.exit(pytest.main())"
     chosen = ["-m", "not slow"] if DRY else []
     well, said = limited(
-        [sys.executable, "-c", code, "-q", "-n", "2" if DRY else "8", "--dist", "loadfile",
-         "-p", "no:cacheprovider", *chosen, "tests/gpu"],
+        [sys.executable, "-c", code, "-q", "-n", "2" if DRY else "15", "-p", "no:cacheprovider",
+         *chosen, "tests/gpu"],
         10 * TESTS_LIMIT if DRY else TESTS_LIMIT, stdout=subprocess.PIPE,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip

@@ -15,40 +15,40 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fusedce import accumulate as accumulate
-    from fusedce import head as head
-    from fusedce import loss as loss
-    from fusedce import recipes as recipes
-    from fusedce import sharded as sharded
-    from fusedce import testing as testing
-    from fusedce import trainer as trainer
-    from fusedce.accumulate.accumulator import LossAccumulator as LossAccumulator
-    from fusedce.accumulate.meter import LossMeter as LossMeter
-    from fusedce.auditing import audit as audit
-    from fusedce.contract.labels import count_valid as count_valid
-    from fusedce.contract.labels import shift_labels as shift_labels
-    from fusedce.contract.results import LossSum as LossSum
-    from fusedce.contract.results import TokenStats as TokenStats
-    from fusedce.contract.results import TopK as TopK
-    from fusedce.head.model_logprobs import model_logprobs as model_logprobs
-    from fusedce.head.model_loss import model_loss as model_loss
-    from fusedce.head.replace import head_report as head_report
-    from fusedce.head.replace import replace_loss_head as replace_loss_head
-    from fusedce.head.replace import restore_loss_head as restore_loss_head
-    from fusedce.loss.cross_entropy import (
+    from . import accumulate as accumulate
+    from . import head as head
+    from . import loss as loss
+    from . import recipes as recipes
+    from . import sharded as sharded
+    from . import testing as testing
+    from . import trainer as trainer
+    from .accumulate.accumulator import LossAccumulator as LossAccumulator
+    from .accumulate.meter import LossMeter as LossMeter
+    from .auditing import audit as audit
+    from .contract.labels import count_valid as count_valid
+    from .contract.labels import shift_labels as shift_labels
+    from .contract.results import LossSum as LossSum
+    from .contract.results import TokenStats as TokenStats
+    from .contract.results import TopK as TopK
+    from .head.model_logprobs import model_logprobs as model_logprobs
+    from .head.model_loss import model_loss as model_loss
+    from .head.replace import head_report as head_report
+    from .head.replace import replace_loss_head as replace_loss_head
+    from .head.replace import restore_loss_head as restore_loss_head
+    from .loss.cross_entropy import (
         FusedLinearCrossEntropyLoss as FusedLinearCrossEntropyLoss,
     )
-    from fusedce.loss.cross_entropy import fused_cross_entropy as fused_cross_entropy
-    from fusedce.loss.cross_entropy import linear_cross_entropy as linear_cross_entropy
-    from fusedce.loss.fused_ce import fused_ce as fused_ce
-    from fusedce.loss.kl import fused_kl as fused_kl
-    from fusedce.loss.kl import fused_kl_tokens as fused_kl_tokens
-    from fusedce.loss.logprobs import fused_argmax as fused_argmax
-    from fusedce.loss.logprobs import fused_logprobs as fused_logprobs
-    from fusedce.loss.reference import reference_ce as reference_ce
-    from fusedce.loss.reference import reference_kl as reference_kl
-    from fusedce.loss.topk import fused_topk as fused_topk
-    from fusedce.trainer import FusedTrainerMixin as FusedTrainerMixin
+    from .loss.cross_entropy import fused_cross_entropy as fused_cross_entropy
+    from .loss.cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from .loss.fused_ce import fused_ce as fused_ce
+    from .loss.kl import fused_kl as fused_kl
+    from .loss.kl import fused_kl_tokens as fused_kl_tokens
+    from .loss.logprobs import fused_argmax as fused_argmax
+    from .loss.logprobs import fused_logprobs as fused_logprobs
+    from .loss.reference import reference_ce as reference_ce
+    from .loss.reference import reference_kl as reference_kl
+    from .loss.topk import fused_topk as fused_topk
+    from .trainer import FusedTrainerMixin as FusedTrainerMixin
 
 __version__ = "0.1.0"
 
@@ -81,11 +81,11 @@ if not TYPE_CHECKING:  # type checkers read the imports above, and report a name
 
     def __getattr__(name: str) -> Any:
         if name in _HOME:
-            value = getattr(importlib.import_module(f"fusedce.{_HOME[name]}"), name)
+            value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
         elif name in _MODULES:
-            value = importlib.import_module(f"fusedce.{name}")
+            value = importlib.import_module(f".{name}", __name__)
         else:
-            message = f"module 'fusedce' has no attribute {name!r}"
+            message = f"module {__name__!r} has no attribute {name!r}"
             # With the name and its owner, Python suggests the name that was meant.
             raise AttributeError(message, name=name, obj=sys.modules[__name__])
         globals()[name] = value

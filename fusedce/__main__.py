@@ -1,5 +1,5 @@
 """``python -m fusedce`` is the command ``fusedce``."""
 
-from fusedce.cli import main
+from .cli import main
 
 main()

@@ -138,7 +138,7 @@ def own_group(group: dist.ProcessGroup, error: str = "") -> dist.ProcessGroup | 
     if group not in _OWN:
         members, timeout = dist.get_process_group_ranks(group), timeout_for(group)
         attempt = _ATTEMPTS[group] = _ATTEMPTS.get(group, 0) + 1
-        keys = [f"fusedce/{group.group_name}/{attempt}/{rank}" for rank in members]
+        keys = [f"{__name__}/{group.group_name}/{attempt}/{rank}" for rank in members]
         store = dist.distributed_c10d._get_default_store()
         store.set(keys[dist.get_rank(group)], f":{error}")
         if error:

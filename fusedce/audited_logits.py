@@ -17,8 +17,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from fusedce.head.lent_input import classes_of
-from fusedce.head.replace import find_head
+from .head.lent_input import classes_of
+from .head.replace import find_head
 
 _CASTS = ("ToCopyBackward0", "CloneBackward0")  # autograd nodes of copies of the same shape
 _NEAR = 1000  # autograd nodes between a loss and the logits that it is made of, at most

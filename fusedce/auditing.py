@@ -24,12 +24,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fusedce.accumulate.engines import current_backward, is_held_by_fsdp2, when_backward_ends
-from fusedce.accumulate.gradients import LISTENERS, norms_of
-from fusedce.audited_logits import LogitFinder, when_gradient_arrives
-from fusedce.contract.results import LossSum
-from fusedce.head.model_loss import inner_model
-from fusedce.packing import document_starts, leak_across_documents, leak_message
+from .accumulate.engines import current_backward, is_held_by_fsdp2, when_backward_ends
+from .accumulate.gradients import LISTENERS, norms_of
+from .audited_logits import LogitFinder, when_gradient_arrives
+from .contract.results import LossSum
+from .head.model_loss import inner_model
+from .packing import document_starts, leak_across_documents, leak_message
 
 logger = logging.getLogger(__name__)
 

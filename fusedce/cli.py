@@ -23,8 +23,8 @@ try:
 except ModuleNotFoundError:
     sys.exit("fusedce's commands need click: pip install 'fusedce[cli]'")
 
-from fusedce.tools import script
-from fusedce.tools.model_sizes import UserError
+from .tools import script
+from .tools.model_sizes import UserError
 
 _EXTRAS = {
     "transformers": "fusedce[transformers]",
@@ -119,7 +119,7 @@ def run(report: str | None, module: bool, target: str, arguments: tuple[str, ...
 
     On several processes: torchrun ... -m fusedce run SCRIPT, or the same with accelerate launch.
     """
-    from fusedce.tools import run as tool
+    from .tools import run as tool
 
     try:
         tool.run(target, arguments, module=module, report=report)
@@ -147,7 +147,7 @@ def plan(model: str, tokens: int, dtype: str, device: str) -> Answer:
     MODEL is a folder with config.json, a configuration file, a class (LlamaForCausalLM) or a model
     type (llama) of transformers, or two sizes: H,V such as 4096,128256 (or 4096x128256).
     """
-    from fusedce.tools import plan as tool
+    from .tools import plan as tool
 
     found = tool.plan(model, tokens=tokens, dtype=dtype, device=device)
     return found, tool.text(found), 0
@@ -156,7 +156,7 @@ def plan(model: str, tokens: int, dtype: str, device: str) -> Answer:
 @_command
 def doctor() -> Answer:
     """Report versions, devices, and what would run there and why, for a bug report."""
-    from fusedce.tools.doctor import report
+    from .tools.doctor import report
 
     lines = report()
     return {"lines": lines}, "\n".join(lines), 0
@@ -183,7 +183,7 @@ def audit(
     cannot be judged. Under torchrun it is 0 for each of them. With --json, what the script prints
     goes to standard error.
     """
-    from fusedce.tools import audit as tool
+    from .tools import audit as tool
 
     if target is not None:
         output = sys.stderr if click.get_current_context().params["as_json"] else sys.stdout

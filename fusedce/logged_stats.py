@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.head.observe import LossObserver
+from .head.observe import LossObserver
 
 MONITORED = ("correct", "entropy")  # sums that the fused loss also computes
 

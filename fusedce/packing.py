@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.head.model_logprobs import model_logprobs
-from fusedce.head.model_loss import in_evaluation
+from .head.model_logprobs import model_logprobs
+from .head.model_loss import in_evaluation
 
 # What a batch of text may hold; others, such as images, belong to certain tokens.
 _OF_TEXT = {

@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedce.contract.checks import can_be_read, check_are_tensors, check_choice
-from fusedce.contract.divergence import forward_terms
-from fusedce.contract.problem import INFINITE, acc_dtype
-from fusedce.contract.results import LossSum
-from fusedce.loss.logprobs import fused_logprobs
-from fusedce.loss.topk import filtered_logprob as filtered_logprob
+from .contract.checks import can_be_read, check_are_tensors, check_choice
+from .contract.divergence import forward_terms
+from .contract.problem import INFINITE, acc_dtype
+from .contract.results import LossSum
+from .loss.logprobs import fused_logprobs
+from .loss.topk import filtered_logprob as filtered_logprob
 
 _ROUNDED_ZERO = 1e-3  # the logarithm of a probability near 1, of two bytes
 

@@ -49,9 +49,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from fusedce.contract.checks import is_sharded
-from fusedce.contract.groups import Ranks
-from fusedce.loss import fused_argmax, fused_ce, fused_cross_entropy, fused_logprobs
+from .contract.checks import is_sharded
+from .contract.groups import Ranks
+from .loss import fused_argmax, fused_ce, fused_cross_entropy, fused_logprobs
 
 __all__ = ["sharded_argmax", "sharded_ce", "sharded_cross_entropy", "sharded_logprobs"]
 

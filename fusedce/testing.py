@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedce.contract.checks import DTYPES
-from fusedce.contract.problem import acc_dtype
-from fusedce.loss.reference import reference_ce
+from .contract.checks import DTYPES
+from .contract.problem import acc_dtype
+from .loss.reference import reference_ce
 
 try:
     import hypothesis

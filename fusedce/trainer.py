@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from fusedce.accumulate.engines import AccelerateEngine, token_ranks_of
-from fusedce.accumulate.meter import LossMeter
-from fusedce.contract.checks import check_flag, memory_budget_of
-from fusedce.head.model_loss import (
+from .accumulate.engines import AccelerateEngine, token_ranks_of
+from .accumulate.meter import LossMeter
+from .contract.checks import check_flag, memory_budget_of
+from .head.model_loss import (
     LabelCount,
     find_label_count,
     forget_label_count,
     known_label_count,
     loss_of,
 )
-from fusedce.head.observe import LossObserver
-from fusedce.head.replace import replace_loss_head
-from fusedce.logged_stats import MONITORED, LoggedStats
-from fusedce.packing import document_starts, leak_across_documents, leak_message
+from .head.observe import LossObserver
+from .head.replace import replace_loss_head
+from .logged_stats import MONITORED, LoggedStats
+from .packing import document_starts, leak_across_documents, leak_message
 
 logger = logging.getLogger(__name__)
 

@@ -67,7 +67,8 @@ def small_rows_kernel(
     y = tl.load(labels + offs_n, mask=mask_n, other=0).to(tl.int64)
     valid = mask_n & (y != ignore_index)
     count = tl.sum(valid.to(tl.int32), axis=0)
-    outer = 1.0 / tl.maximum(count, 1).to(tl.float32)
+    # Rounded as torch rounds it: backward then finds the factor it expects, and scales nothing.
+    outer = tl.div_rn(1.0, tl.maximum(count, 1).to(tl.float32))
     if upstream is not None:
         outer = tl.load(upstream)
     if c == 0:

@@ -86,7 +86,7 @@ def label_of_tile(labels, c, begin, start, T, BLOCK_V: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "labels", "maxima", "sums", "z_label", "best", "first", "first_block", "most",
+        "labels", "maxima", "sums", "z_label", "factors", "best", "first", "first_block", "most",
         "stride_block",
     ]
 )  # fmt: skip
@@ -96,6 +96,7 @@ def exp_tile_kernel(
     bias,  # (V,) or None
     labels,  # (C,) int
     z_label,  # (C,) fp32, or None: every block has a reference of its own
+    factors,  # (C,) fp32, or None: what a row's exponentials are multiplied by
     maxima,  # (blocks, C) fp32 out, the label's logit left out
     sums,  # (blocks, C) fp32 out: sums of their exponentials, relative to the block's reference
     best,  # (blocks, C) int32 out, or None: class of the maximum
@@ -139,6 +140,8 @@ def exp_tile_kernel(
     if best is not None:
         tl.store(best + at_block, begin + start + tl.argmax(z, axis=0))
     g = e * slope
+    if factors is not None:
+        g *= tl.load(factors + c)
     if GRAD_SCALE != 1.0:
         g *= GRAD_SCALE
     tl.store(exps + c * stride_ec + begin + offs_t, g.to(exps.dtype.element_ty), mask=mask_t)

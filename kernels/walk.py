@@ -102,7 +102,7 @@ def add_statistics(z, m, others, moment, index, start_v, moments, best):
 
 @triton.jit
 def store_exponentials(
-    z, slope, row, mask_n, exps, maxima, sums, best, z_label, start_v, width, stride_ec,
+    z, slope, row, mask_n, exps, maxima, sums, best, z_label, factors, start_v, width, stride_ec,
     stride_split, GRAD_SCALE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Store a tile's exponentials, and its maximum and sum of each row."""
@@ -117,6 +117,8 @@ def store_exponentials(
     if best is not None:
         tl.store(best + at, start_v + tl.argmax(z, axis=1), mask=mask_n)
     g = e * slope
+    if factors is not None:
+        g *= tl.load(factors + row)[:, None]
     if GRAD_SCALE != 1.0:
         g *= GRAD_SCALE
     offs_v = start_v + tl.arange(0, BLOCK_V)
@@ -176,7 +178,11 @@ def finish_sums(
     tl.store(loss_sum, total.to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["N", "labels", "maxima", "sums", "best", "z_label", "stride_split"])
+@triton.jit(
+    do_not_specialize=[
+        "N", "labels", "maxima", "sums", "best", "z_label", "factors", "stride_split",
+    ]
+)  # fmt: skip
 def walk_kernel(
     hidden,  # (N, H), as weight with rows at multiples of 16 bytes
     weight,  # (V, H)
@@ -190,6 +196,7 @@ def walk_kernel(
     sums,  # (splits, N) fp32 out: sums of the exponentials relative to maxima
     best,  # (splits, N) int32 out, or None: argmax. EXPONENTIALS: these three are (tiles, N)
     z_label,  # (N,) fp32 out; EXPONENTIALS: in, or None: every tile has references of its own
+    factors,  # (N,) fp32 or None: of EXPONENTIALS, what a row's are multiplied by
     block_losses,  # (blocks,) fp64 scratch of SUMS: a row block's loss
     tickets,  # (1 + blocks,) int32, all 0: one that counts finished row blocks, one per row block
     loss_sum,  # () fp32 out
@@ -267,8 +274,8 @@ def walk_kernel(
             slope = logits_slope(z, scale, softcap)
             z = others_of_tile(z, label, start_v, V, BLOCK_V)
             store_exponentials(
-                z, slope, row, mask_n, exps, maxima, sums, best, z_label, start_v, width, stride_ec,
-                stride_split, GRAD_SCALE, BLOCK_V,
+                z, slope, row, mask_n, exps, maxima, sums, best, z_label, factors, start_v, width,
+                stride_ec, stride_split, GRAD_SCALE, BLOCK_V,
             )  # fmt: skip
     if EPILOGUE != EXPONENTIALS:
         at = split * stride_split + offs_n

@@ -63,10 +63,13 @@ def cut_cross_entropy(
 
 
 def quack(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """QuACK's chunked loss."""
+    """QuACK's chunked loss; version 0.6.5 refuses chunks of as many tokens as H is long."""
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-    return chunked_linear_cross_entropy(hidden, weight, labels, reduction="mean")
+    chunk = 4096 if hidden.shape[1] != 4096 else 2048
+    return chunked_linear_cross_entropy(
+        hidden, weight, labels, reduction="mean", chunk_size=chunk, tuned=False
+    )
 
 
 def _liger_cute(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

@@ -133,7 +133,6 @@ def gpu(rows: Sequence[Row], where: str, path: Path) -> Path:
     ``rows`` carry ``over_products``.
     """
     rows = [r for r in rows if r["suite"] == "peers" and "ms" in r and r["name"] != FLOOR]
-    rows = [r for r in rows if "earlier" not in r["name"]]
     shapes = list(dict.fromkeys(tuple(r["shape"]) for r in rows))[:2]
     figure = styled(9, 3.8)
     panels = figure.subplots(1, len(shapes), sharey=True, squeeze=False)[0]
@@ -151,9 +150,12 @@ def gpu(rows: Sequence[Row], where: str, path: Path) -> Path:
                 panel.plot(*at, "o", color=OTHER)
             elif name != "fused_ce":
                 continue
+            # Names of points that lie on each other stand above each other.
+            over = sum(near(r, other) for other in here[: here.index(r)])
             panel.annotate(
-                "fused_ce, default" if mine else name, at, xytext=(0, -13 if mine else 6),
-                fontsize=8, textcoords="offset points", ha="center", color=OURS if mine else INK,
+                "fused_ce, default" if mine else name, at,
+                xytext=(0, -13 if mine else 6 + 11 * over), fontsize=8,
+                textcoords="offset points", ha="center", color=OURS if mine else INK,
             )  # fmt: skip
         log_ticks(panel, "x", [0.15, *(r["peak_mib"] for r in rows), 4e4])
         panel.xaxis.set_major_locator(FixedLocator([1, 10, 100, 1000, 10000]))
@@ -164,6 +166,13 @@ def gpu(rows: Sequence[Row], where: str, path: Path) -> Path:
     panels[0].set_ylabel("time / three bare products (log)")
     caption = f"One forward + backward, bfloat16; lower left is better. {where}"
     return save(titled(figure, "", caption), path)
+
+
+def near(a: Row, b: Row) -> bool:
+    """Whether another implementation's point lies on this one."""
+    return not b["name"].startswith("fused_ce") and all(
+        abs(math.log(a[key] / b[key])) < 0.1 for key in ("peak_mib", "over_products")
+    )
 
 
 def memory(data: dict[str, Any], measured: Sequence[Row], path: Path) -> Path:

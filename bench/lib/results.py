@@ -57,9 +57,13 @@ def commit() -> str:
 
 
 def changed_since(of: str) -> int | None:
-    """Files of kernels and launchers that differ from a commit; ``None`` if git lacks it."""
+    """Files of kernels and launchers that differ from a commit; ``None`` if git lacks it.
+
+    A file whose imports alone differ is not counted.
+    """
+    how, where = ("--numstat", "-I^ *(from|import) "), ("kernels", "fusedce/backends")
     try:
-        changed = _git("diff", "--name-only", of.rstrip("+"), "--", "kernels", "fusedce/backends")
+        changed = _git("diff", *how, of.rstrip("+"), "--", *where)
     except (OSError, subprocess.CalledProcessError):
         return None
     return len(changed.splitlines())

@@ -17,7 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusedce.accumulate.arguments import (
+from ..contract.checks import check_choice, check_flag
+from ..contract.groups import Ranks
+from ..contract.results import ScaledLossSum
+from .arguments import (
     OnEmpty,
     as_counts,
     as_tensors,
@@ -26,7 +29,7 @@ from fusedce.accumulate.arguments import (
     describe,
     unpack,
 )
-from fusedce.accumulate.engines import (
+from .engines import (
     Engine,
     Pipeline,
     current_backward,
@@ -34,14 +37,11 @@ from fusedce.accumulate.engines import (
     from_deepspeed,
     from_mesh,
 )
-from fusedce.accumulate.exchange import CLOSE, FINISH, SUMS, WINDOW, Exchange
-from fusedce.accumulate.gradients import STREAMED, clip_gradients, scale_gradients
-from fusedce.accumulate.sums import Loss, Totals
-from fusedce.accumulate.watch import Watch
-from fusedce.accumulate.window import Window, WindowBlock
-from fusedce.contract.checks import check_choice, check_flag
-from fusedce.contract.groups import Ranks
-from fusedce.contract.results import ScaledLossSum
+from .exchange import CLOSE, FINISH, SUMS, WINDOW, Exchange
+from .gradients import STREAMED, clip_gradients, scale_gradients
+from .sums import Loss, Totals
+from .watch import Watch
+from .window import Window, WindowBlock
 
 
 class LossAccumulator:

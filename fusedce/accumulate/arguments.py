@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusedce.accumulate.exchange import MOST_LOSSES
-from fusedce.contract.results import MONITORS, LossSum, MonitoredLossSum, ScaledLossSum
+from ..contract.results import MONITORS, LossSum, MonitoredLossSum, ScaledLossSum
+from .exchange import MOST_LOSSES
 
 OnEmpty = Literal["zero", "skip", "raise"]
 _SUM = "out must be (loss_sum, n_valid) as fused_ce returns it"

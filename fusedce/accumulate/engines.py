@@ -18,8 +18,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.autograd.variable import Variable
 from torch.distributed import _composable_state
 
-from fusedce.accumulate.arguments import OnEmpty, describe
-from fusedce.contract.groups import Ranks, submesh
+from ..contract.groups import Ranks, submesh
+from .arguments import OnEmpty, describe
 
 Accumulator = TypeVar("Accumulator")  # LossAccumulator: the constructors become its class methods
 

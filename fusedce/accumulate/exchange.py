@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedce import agreement
-from fusedce.agreement import RankReport
-from fusedce.contract.groups import Ranks
-from fusedce.contract.results import MONITORS
+from .. import agreement
+from ..agreement import RankReport
+from ..contract.groups import Ranks
+from ..contract.results import MONITORS
 
 # The purposes of an exchange, which must be the same on all ranks.
 WINDOW, FINISH = "open a window", "finish a window"

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedce.accumulate.engines import fsdp1_around, is_of_fsdp1
-from fusedce.contract.groups import Ranks, local_of
+from ..contract.groups import Ranks, local_of
+from .engines import fsdp1_around, is_of_fsdp1
 
 STREAMED = 1024  # the denominator of streaming losses, a power of two: it rounds nothing
 LISTENERS: list[Callable[[float], object]] = []

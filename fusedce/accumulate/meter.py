@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fusedce.accumulate.arguments import unpack
-from fusedce.accumulate.exchange import METER, SUMS, Exchange
-from fusedce.accumulate.sums import Loss, Totals, copied, counts_of, means_of, sums_of
-from fusedce.contract.groups import Ranks
-from fusedce.contract.results import MonitoredLossSum
+from ..contract.groups import Ranks
+from ..contract.results import MonitoredLossSum
+from .arguments import unpack
+from .exchange import METER, SUMS, Exchange
+from .sums import Loss, Totals, copied, counts_of, means_of, sums_of
 
 
 class LossMeter:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.accumulate.exchange import SUMS, read
-from fusedce.contract.labels import bad_label_message
-from fusedce.contract.results import MONITORS, LossSum, MonitoredLossSum
+from ..contract.labels import bad_label_message
+from ..contract.results import MONITORS, LossSum, MonitoredLossSum
+from .exchange import SUMS, read
 
 _MEANS = {"correct": "mean_token_accuracy", "entropy": "entropy", "z_loss": "z_loss"}
 Loss = tuple[Tensor, Tensor]  # loss_sum () in nats, n_valid () in tokens

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from fusedce.accumulate.arguments import as_tensors
-from fusedce.accumulate.engines import (
+from .arguments import as_tensors
+from .engines import (
     drop_held,
     is_held_by_fsdp2,
     is_of_fsdp1,
     parameters_of,
 )
-from fusedce.accumulate.exchange import read
-from fusedce.accumulate.gradients import norms_of
+from .exchange import read
+from .gradients import norms_of
 
 _LEFT = (
     "the window began over gradients that were there before it: those of the last step "

@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.accumulate.engines import (
+from ..contract.results import MonitoredLossSum
+from .engines import (
     Engine,
     backward_keeps_graph,
     backward_reaches,
     current_backward,
     when_backward_ends,
 )
-from fusedce.accumulate.exchange import SUMS, Pending, explain, read
-from fusedce.accumulate.sums import copied, counts_of, sums_of
-from fusedce.accumulate.watch import Watch
-from fusedce.contract.results import MonitoredLossSum
+from .exchange import SUMS, Pending, explain, read
+from .sums import copied, counts_of, sums_of
+from .watch import Watch
 
 
 class Record(NamedTuple):

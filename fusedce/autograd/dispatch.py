@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fusedce.autograd import sums, tokens
-from fusedce.autograd.tokens import StatsOf
-from fusedce.backends import class_logits
-from fusedce.backends.choose import get_backend, resolve_backend
-from fusedce.contract.objective import Stats, fold_class_weight
-from fusedce.contract.problem import Outputs, Problem, Task
-from fusedce.contract.results import LossSum
+from ..backends import class_logits
+from ..backends.choose import get_backend, resolve_backend
+from ..contract.objective import Stats, fold_class_weight
+from ..contract.problem import Outputs, Problem, Task
+from ..contract.results import LossSum
+from . import sums, tokens
+from .tokens import StatsOf
 
 
 def loss_sum(task: Task, stats_of: StatsOf | None = None) -> tuple[LossSum, dict[str, Tensor]]:

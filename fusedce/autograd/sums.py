@@ -24,14 +24,15 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from fusedce.backends.choose import get_backend
-from fusedce.backends.gradients import Gradients, saved_grad_dtypes
-from fusedce.contract.problem import (
+from ..backends.choose import get_backend
+from ..backends.gradients import Gradients, saved_grad_dtypes
+from ..contract.problem import (
     Problem,
     Task,
     acc_dtype,
     schema_of,
 )
+from . import NAMESPACE, OPERATORS
 
 Computed = tuple[Any, ...]
 """``loss_sum, n_valid``, argmax or None; with gradients their factor and these, (0,) for none."""
@@ -45,7 +46,7 @@ def loss_sum(task: Task) -> tuple[Tensor, Tensor, Tensor | None]:
     """
     problem, wanted, *_ = task
     if not in_eager_mode(problem):
-        found = torch.ops.fusedce.sum(*task.flat())
+        found = OPERATORS.sum(*task.flat())
     elif wanted.hidden or wanted.weight or wanted.bias:  # (Dynamo before 2.9 cannot trace `any`)
         found = _Sum.apply(problem.hidden, problem.weight, problem.bias, task, compute)
     else:
@@ -132,7 +133,7 @@ def _compute(task: Task) -> Computed:
 
 # ---- the operator --------------------------------------------------------------------------------
 
-_LIBRARY = torch.library.Library("fusedce", "FRAGMENT")
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _SCHEMA = schema_of("(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", *Task.records())
 _LIBRARY.define(f"sum{_SCHEMA}", tags=torch.Tag.pt2_compliant_tag)
 
@@ -157,10 +158,10 @@ def _with_autograd(*flat: Any) -> Computed:
 
 def _below_autograd(task: Task) -> Computed:
     with torch._C._AutoDispatchBelowAutograd():
-        return tuple(torch.ops.fusedce.sum(*task.flat()))
+        return tuple(OPERATORS.sum(*task.flat()))
 
 
-@torch.library.register_fake("fusedce::sum", lib=_LIBRARY)
+@torch.library.register_fake(f"{NAMESPACE}::sum", lib=_LIBRARY)
 def _(*flat: Any) -> Computed:
     problem, wanted, divergence, _ = Task.of(flat)[0]
     labels = problem.labels

@@ -17,20 +17,21 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from fusedce.autograd.sums import (
+from ..backends import class_logits
+from ..backends.choose import get_backend
+from ..backends.gradients import Gradients, check_divergence_budget, input_dtypes
+from ..backends.shards import all_reduce
+from ..backends.upstream import SavedStats, StatGrads, upstream_of
+from ..contract.checks import no_autocast
+from ..contract.groups import group_named
+from ..contract.objective import Stats, token_losses
+from ..contract.problem import Outputs, Problem, Task, acc_dtype, schema_of
+from . import NAMESPACE, OPERATORS
+from .sums import (
     check_upstream,
     in_eager_mode,
     keeps_saved_tensors,
 )
-from fusedce.backends import class_logits
-from fusedce.backends.choose import get_backend
-from fusedce.backends.gradients import Gradients, check_divergence_budget, input_dtypes
-from fusedce.backends.shards import all_reduce
-from fusedce.backends.upstream import SavedStats, StatGrads, upstream_of
-from fusedce.contract.checks import no_autocast
-from fusedce.contract.groups import group_named
-from fusedce.contract.objective import Stats, token_losses
-from fusedce.contract.problem import Outputs, Problem, Task, acc_dtype, schema_of
 
 StatsOf = Callable[[Task], tuple[Stats, Tensor]]
 """As :func:`token_stats`."""
@@ -87,7 +88,7 @@ def token_stats(task: Task) -> tuple[Stats, Tensor]:
         inputs = problem.hidden, problem.weight, problem.bias
         results = _Stats.apply(*inputs, task) if train else compute_stats(task)
     else:
-        results = torch.ops.fusedce.stats(*task.flat())
+        results = OPERATORS.stats(*task.flat())
     found = Found(*results)
     lse = found.lse.to(found.nll.dtype)
     stats = Stats(
@@ -172,7 +173,7 @@ def _without_classes(problem: Problem, wanted: Outputs, argmax: Tensor | None) -
 
 
 @torch.library.custom_op(
-    "fusedce::stats",
+    f"{NAMESPACE}::stats",
     mutates_args=(),
     schema=schema_of(f"({', '.join(['Tensor'] * 8)})", *Task.records()),
 )
@@ -255,7 +256,7 @@ def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], operator: Any) ->
 
 def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     check_upstream(*upstream)
-    return input_grads(ctx, upstream, torch.ops.fusedce.grads)
+    return input_grads(ctx, upstream, OPERATORS.grads)
 
 
 _stats.register_autograd(_backward, setup_context=setup_context)
@@ -295,7 +296,7 @@ def compute_grads(
 
 
 @torch.library.custom_op(
-    "fusedce::grads",
+    f"{NAMESPACE}::grads",
     mutates_args=(),
     schema=schema_of("(Tensor, Tensor, Tensor)", *Task.records(SavedStats, StatGrads)),
 )

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from fusedce.backends.devices import capturing, generation_of, type_of
-from fusedce.backends.gradients import Dtypes, Summed
-from fusedce.contract.objective import LogitGrad, Stats
-from fusedce.contract.problem import Outputs, Problem, Task
+from ..contract.objective import LogitGrad, Stats
+from ..contract.problem import Outputs, Problem, Task
+from .devices import capturing, generation_of, type_of
+from .gradients import Dtypes, Summed
 
 _NAMES = ("torch", "triton")
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
@@ -137,7 +137,7 @@ def why_no_kernels(device: torch.device) -> str | None:
     """
     if device not in _kernel_errors:
         try:
-            from fusedce.backends.triton.launch import probe
+            from .triton.launch import probe
 
             probe(device)
             _kernel_errors[device] = None
@@ -178,9 +178,9 @@ def _kernels_run(hidden: Tensor) -> bool:
 def get_backend(name: str | None) -> Backend:
     """The backend of that name, imported at its first use (triton is slow to import)."""
     if name == "triton":
-        from fusedce.backends import triton
+        from . import triton
 
         return triton
-    from fusedce.backends import torch as chunked
+    from . import torch as chunked
 
     return chunked

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import check_budget, sizes_of
-from fusedce.contract.labels import used_tokens
-from fusedce.contract.problem import Outputs, Problem, Projection
+from ..contract.labels import used_tokens
+from ..contract.problem import Outputs, Problem, Projection
+from .gradients import check_budget, sizes_of
 
 _BUDGET = 64 * 2**20  # bytes that are held at a time, at most
 _LEAST = 2**18  # bytes that are held at a time under the smallest budget

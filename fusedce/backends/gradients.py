@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.devices import memory_of
-from fusedce.backends.plan import WALK_STEP, Sizes, choose_plan, device_budget, plan_tiles
-from fusedce.contract.problem import Outputs, Problem, Task, acc_dtype
+from ..contract.problem import Outputs, Problem, Task, acc_dtype
+from .devices import memory_of
+from .plan import WALK_STEP, Plan, Sizes, choose_plan, device_budget, plan_tiles
 
 
 class Dtypes(NamedTuple):
@@ -48,7 +48,7 @@ def sizes_of(
     *,
     logit: int | None = None,  # bytes a chunk holds of each logit; default: those of an input
     triton: bool = False,
-    gemm_block: int = 0,  # see `Sizes`
+    **blocks: int,  # of classes: see `Sizes`
 ) -> Sizes:
     """Read from a problem what a plan depends on."""
     (N, H), V = problem.hidden.shape, problem.weight.shape[0]
@@ -71,7 +71,7 @@ def sizes_of(
         fp16=problem.hidden.dtype == torch.float16,
         threads=torch.get_num_threads(),
         budget=device_budget(memory_of(problem.hidden.device)),
-        gemm_block=gemm_block,
+        **blocks,
     ).with_copies(*copied_bytes(problem, V) if triton else (0, 0))
 
 
@@ -130,6 +130,14 @@ def _of_backward(call: Sizes) -> Sizes:
     """Backward leaves out tokens whose gradient is 0; the Triton backend gathers the others."""
     gathers = call.triton and (call.hidden or call.weight or call.bias)
     return call._replace(N=max(call.N, call.n + 1)) if gathers else call
+
+
+def allocate(plan: Plan, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The memory that a plan counts under ``name``, empty."""
+    shape, element = plan.buffers[name]
+    if element != dtype.itemsize:
+        raise AssertionError(f"{name}: the plan has {element} bytes an element, not {dtype}")
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 class Summed(NamedTuple):

@@ -30,6 +30,7 @@ beyond the inputs and the gradients in the inputs' dtype.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -42,7 +43,9 @@ LARGE_DEVICE_BUDGET, LARGE_DEVICE = 2048 * MiB, 40 * 10**9
 _DEVICE_TOKENS = 8192
 FEW = 4  # chunks whose weight gradients may be added in that gradient's own dtype
 LEAST_TOKENS = 2048  # of a GPU's chunk by default: products of fewer tokens are slower
-LEAST_TILE = 512  # classes of a tile of Triton's chunks: two blocks of the walk over them
+# Triton's chunks by tiles: tokens from which on more do not pay, classes of a tile below which the
+# host decides the time, and the fewest, two blocks of the walk over them.
+TILED_TOKENS, WIDE_TILE, LEAST_TILE = 4096, 4096, 512
 ROW_MULTIPLE = 64  # blocks of so many tokens give a token the same bits in every batch
 _LEAST_CLASSES = 64
 # Of MKL and oneDNN, and of the allocator (measured), at most; they pack copies of small operands.
@@ -102,6 +105,7 @@ class Sizes(NamedTuple):
     threads: int = 1  # of a CPU
     budget: int = DEVICE_BUDGET  # bytes of a chunk's logits on a GPU: see `device_budget`
     gemm_block: int = 0  # classes of a block where one GEMM makes the exponentials; 0: tiles do
+    exp_block: int = EXP_BLOCK_V  # of a block of the kernel that makes them of a tile
     teacher: int | None = None  # H of the teacher of a divergence
 
     def with_teacher(self, teacher: int) -> Sizes:
@@ -127,6 +131,20 @@ class Sizes(NamedTuple):
         """Whether a float32 sum of the weight gradient would not be the gradient itself."""
         return self.weight and self.element < self.acc and not self.wide_weight
 
+    def block(self, T: int) -> int:
+        """Classes of a block of ``T`` whose exponentials have statistics of their own."""
+        return self.gemm_block or min(self.exp_block, max(power_of_2(T), 16))
+
+    def blocks(self, T: int) -> int:
+        """The number of these blocks."""
+        return -(-T // self.block(T))
+
+    def products(self, C: int, T: int) -> int:
+        """Float32 products that exist at a time of the logits of ``C`` tokens for ``T`` classes."""
+        if self.gemm_block:
+            return 0
+        return min(max(tile_products(self.H), 128 * self.block(T)) + 16 * C, C * multiple_of_16(T))
+
     def way_of_chunks(self, C: int) -> str:
         """Name of the way by chunks of ``C`` tokens."""
         if self.n <= C:
@@ -150,13 +168,30 @@ class BudgetTooSmall(ValueError):
         return str(self.args[0])
 
 
+class Buffer(NamedTuple):
+    """Memory that a way allocates once, for all chunks."""
+
+    shape: tuple[int, ...]
+    element: int  # bytes
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in all."""
+        return math.prod(self.shape) * self.element
+
+
 class Plan(NamedTuple):
-    """The way one call is computed."""
+    """The way one call is computed.
+
+    The chunks of a sum allocate `buffers`, from which their bytes in `held` follow; what else is in
+    `held` are the tensors of single steps, at most.
+    """
 
     name: str  # one of STRATEGIES
     tokens: int  # of a chunk, or of a block of a tile; at least 1
     classes: int  # of a tile
     held: dict[str, int]  # bytes by purpose
+    buffers: dict[str, Buffer]
 
     @property
     def bytes(self) -> int:
@@ -177,9 +212,11 @@ def choose_plan(
     if memory_budget is None:
         plain = sizes.triton and not sizes.fp16 and sizes.teacher is None
         if plain and chunk_tokens is None and is_small(sizes.N, sizes.V):
-            held = {"logits in float32": 4 * sizes.N * multiple_of_16(sizes.V)}
-            held["hidden states of the rows used"] = sizes.N * sizes.H * sizes.element
-            return _plan(sizes, ONE_CHUNK, max(sizes.n, 1), sizes.V, held)
+            buffers = {
+                "logits in float32": Buffer((sizes.N, multiple_of_16(sizes.V)), 4),
+                "hidden states of the rows used": Buffer((sizes.N, sizes.H), sizes.element),
+            }
+            return _plan(sizes, ONE_CHUNK, max(sizes.n, 1), sizes.V, {}, buffers)
         C = chunk_size(sizes) if chunk_tokens is None else chunk_tokens
         return chunked(sizes, C, tile_classes(sizes, None, min(C, sizes.n)))
     return _fitting(sizes, _candidates(sizes, tile_classes(sizes, memory_budget)), memory_budget)
@@ -292,12 +329,19 @@ def _candidates(sizes: Sizes, classes: int) -> list[_Candidate]:
 
 
 def _tiled_chunks(sizes: Sizes) -> list[_Candidate]:
-    """Triton's sums by tiles: chunks of rows, of which only a tile of the classes exists."""
+    """Triton's sums by tiles: chunks of rows, of which only a tile of the classes exists.
+
+    Chunks are the whole, halves or quarters: three chunks leave more multiprocessors idle than two.
+    Tiles narrower than `WIDE_TILE` come last, since the host has no launch ready by their end.
+    """
     n, step = max(sizes.n, 1), sizes.limits.multiple
-    least = equal_parts(n, -(-n // FEW), step) if sizes.accumulator else min(n, LEAST_TOKENS)
-    tokens = range(least, max(least, min(n, _DEVICE_TOKENS)) + 1, step)
+    least = -(-n // FEW) if sizes.accumulator else min(n, LEAST_TOKENS)
+    wanted = [-(-n // parts) for parts in (1, 2, FEW) if n <= parts * TILED_TOKENS]
+    chunks = dict.fromkeys(equal_parts(n, C, step) for C in [*wanted, least] if least <= C)
     widths = [T for T in _halved(sizes.limits.tile_classes) if T >= LEAST_TILE]
-    ways: list[_Candidate] = [(tiled_chunks, tokens, T) for T in widths]
+    sizes_of_tiles = [(C, T) for C in chunks for T in widths if T >= WIDE_TILE]
+    sizes_of_tiles += [(C, T) for T in widths if T < WIDE_TILE for C in chunks]
+    ways: list[_Candidate] = [(tiled_chunks, range(C, C + 1, step), T) for C, T in sizes_of_tiles]
     if not sizes.accumulator and least > step:
         ways.append((tiled_chunks, range(step, least, step), LEAST_TILE))
     return ways
@@ -391,6 +435,11 @@ def equal_parts(n: int, most: int, multiple: int) -> int:
     return -(-equal // multiple) * multiple
 
 
+def power_of_2(n: int) -> int:
+    """The least power of 2 that is at least ``n``; Triton's own function is slower."""
+    return 1 << (n - 1).bit_length()
+
+
 def multiple_of_16(n: int) -> int:
     """``n`` rounded up to a multiple of 16: the length of the rows that kernels write."""
     return -(-n // 16) * 16
@@ -404,17 +453,24 @@ def chunked(sizes: Sizes, C: int, T: int) -> Plan:
     n, V, H, acc = sizes.n, sizes.V, sizes.H, sizes.acc
     T, narrow = min(T, V), sizes.element < acc
     name, C = sizes.way_of_chunks(C), min(C, max(n, 1))
-    width = multiple_of_16(V) if sizes.triton else V
-    held = {"logits of a chunk": C * width * sizes.logit * (2 if sizes.teacher else 1)}
+    heads = () if sizes.teacher is None else (2,)
+    held: dict[str, int] = {}
     if sizes.triton:
         # Products of a tile of the logits, and of rows of d_hidden, share a buffer.
-        tile = 0 if sizes.gemm_block else min(tile_products(H) + 16 * C, C * width)
-        held["tile of products"] = 4 * max(tile, min(max(TILE_ELEMENTS[0], 128 * H), C * H))
-        blocks = -(-V // (sizes.gemm_block or EXP_BLOCK_V))
-        held["statistics and entries"] = C * (8 * blocks + 4) + n * ENTRY
-        if sizes.weight and narrow:
+        width = multiple_of_16(V)
+        rows = min(max(TILE_ELEMENTS[0], 128 * H), C * H)
+        buffers = {
+            "logits of a chunk": Buffer((*heads, C, width), sizes.logit),
+            "tile of products": Buffer((max(sizes.products(C, V), rows),), 4),
+            "statistics": Buffer((2 * sizes.blocks(V) + 2, C), 4),
+        }
+        if sizes.weight and not sizes.fp16:
+            buffers["scaled hidden states"] = Buffer((C, H), sizes.element)
+        elif sizes.weight:
             held["scaled hidden states"] = C * H * sizes.element
+        held["entries of the labels"] = n * ENTRY
     else:
+        buffers = {"logits of a chunk": Buffer((*heads, V, C), sizes.logit)}
         held["tiles"] = sizes.copies * C * T * acc
         held["rows of hidden states"] = 7 * C * H * acc
         held["rows of weight"] = T * (H + (sizes.teacher or 0)) * acc if narrow else 0
@@ -426,30 +482,34 @@ def chunked(sizes: Sizes, C: int, T: int) -> Plan:
             held["d_hidden of a chunk"] = C * H * acc
         else:
             held["tiles of divergences"] = 4 * C * compared_classes(sizes, C, T) * acc
-    return _plan(sizes, name, C, V if sizes.triton else T, held)
+    return _plan(sizes, name, C, V if sizes.triton else T, held, buffers)
 
 
 def tiled_chunks(sizes: Sizes, C: int, T: int) -> Plan:
     """Triton's way by chunks of ``C`` tokens, of whose logits a tile of ``T`` classes exists."""
     n, V, H, acc = sizes.n, sizes.V, sizes.H, sizes.acc
-    C, T = min(C, max(n, 1)), min(T, V)
+    C, T = min(C, max(n, 1)), min(multiple_of_16(T), V)
     width = multiple_of_16(T)
+    buffers = {
+        "logits of a tile": Buffer((C, width), sizes.logit),
+        "tile of products": Buffer((max(sizes.products(C, T), min(C, 128) * H),), 4),
+        "statistics": Buffer((2 * sizes.blocks(T) + 2, C), 4),
+    }
+    if sizes.hidden:
+        buffers["d_hidden of a chunk"] = Buffer((C, H), acc)
     held = {
-        "exponentials of a tile": C * width * sizes.logit,
-        "tile of products": 4 * max(
-            0 if sizes.gemm_block else min(tile_products(H), C * width), min(C, 128) * H
-        ),
-        "d_hidden of a chunk": C * H * acc if sizes.hidden else 0,
-        "scaled hidden states": C * H * sizes.element if sizes.weight else 0,
-        "statistics and entries": C * (8 * min(-(-V // 64), MAX_SPLITS) + 100) + n * ENTRY,
+        "scaled hidden states": C * H * sizes.element if sizes.weight and sizes.fp16 else 0,
+        "entries of the labels": n * ENTRY,
+        # Of the pass that finds the log-sum-exps.
+        "statistics of the splits": C * (8 * min(-(-V // 64), MAX_SPLITS) + 100),
         "copies with aligned rows": sizes.aligned,
-    }  # fmt: skip
-    return _plan(sizes, TILES, C, T, held)
+    }
+    return _plan(sizes, TILES, C, T, held, buffers)
 
 
-def tile_products(H: int, elements: tuple[int, int] = TILE_ELEMENTS) -> int:
+def tile_products(H: int) -> int:
     """Float32 products of a tile of logits that the Triton backend holds at a time."""
-    return min(max(TILE_FLOPS // (2 * H), elements[0]), elements[1])
+    return min(max(TILE_FLOPS // (2 * H), TILE_ELEMENTS[0]), TILE_ELEMENTS[1])
 
 
 def by_tiles(sizes: Sizes, R: int, T: int) -> Plan:
@@ -476,13 +536,22 @@ def by_tiles(sizes: Sizes, R: int, T: int) -> Plan:
     return _plan(sizes, TILES, R, T, held)
 
 
-def _plan(sizes: Sizes, name: str, tokens: int, classes: int, held: dict[str, int]) -> Plan:
-    """A way that holds ``held``, and what every way holds."""
+def _plan(
+    sizes: Sizes,
+    name: str,
+    tokens: int,
+    classes: int,
+    held: dict[str, int],
+    buffers: dict[str, Buffer] | None = None,
+) -> Plan:
+    """A way that holds ``held`` and ``buffers``, and what every way holds."""
+    buffers = buffers or {}
     N, H, acc, narrow = sizes.N, sizes.H, sizes.acc, sizes.element < sizes.acc
     wide_hidden = sizes.wide_hidden or not sizes.triton
     waiting, gathered = sizes.weight and sizes.wide_weight, sizes.triton and sizes.n < N
     T = min(classes, sizes.V)
     operands = acc * (tokens * H + T * H + tokens * T)
+    held = {name: buffer.bytes for name, buffer in buffers.items()} | held
     held |= {
         "d_hidden in float32": N * H * acc if sizes.hidden and narrow and wide_hidden else 0,
         "d_weight waiting in float32": sizes.V * H * acc if waiting else 0,
@@ -492,4 +561,5 @@ def _plan(sizes: Sizes, name: str, tokens: int, classes: int, held: dict[str, in
         "row-major copies": sizes.row_major,
         "products of the library": min(SCRATCH_CPU, operands) if sizes.on_cpu else 0,
     }
-    return Plan(name, tokens, classes, {name: count for name, count in held.items() if count})
+    held = {purpose: count for purpose, count in held.items() if count}
+    return Plan(name, tokens, classes, held, buffers)

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedce.agreement import ALL_GATHER, not_all_came
-from fusedce.backends.gradients import copied_bytes, sizes_of
-from fusedce.backends.plan import DEVICE_BUDGET, Sizes
-from fusedce.contract.problem import Outputs, Problem, Shard, acc_dtype
+from ..agreement import ALL_GATHER, not_all_came
+from ..contract.problem import Outputs, Problem, Shard, acc_dtype
+from .gradients import copied_bytes, sizes_of
+from .plan import DEVICE_BUDGET, Sizes
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

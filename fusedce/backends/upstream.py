@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Summed, saved_grad_dtypes
-from fusedce.contract.labels import used_tokens
-from fusedce.contract.objective import LogitGrad, Stats, expected_upstream, slopes, token_losses
-from fusedce.contract.problem import Outputs, Problem, Projection, acc_dtype
+from ..contract.labels import used_tokens
+from ..contract.objective import LogitGrad, Stats, expected_upstream, slopes, token_losses
+from ..contract.problem import Outputs, Problem, Projection, acc_dtype
+from .gradients import Summed, saved_grad_dtypes
 
 
 class SavedStats(NamedTuple):

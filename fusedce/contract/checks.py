@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from fusedce.contract.problem import FINITE, NUMBERS, RANGES, Problem, acc_dtype
+from .problem import FINITE, NUMBERS, RANGES, Problem, acc_dtype
 
 _LARGEST = torch.iinfo(torch.int64).max
 BUDGET_VARIABLE = "FUSEDCE_MEMORY_BUDGET"

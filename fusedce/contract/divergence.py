@@ -6,7 +6,7 @@ import re
 
 from torch import Tensor
 
-from fusedce.contract.checks import (
+from .checks import (
     check_choice,
     check_device,
     check_number,
@@ -15,7 +15,7 @@ from fusedce.contract.checks import (
     checked,
     with_a_row,
 )
-from fusedce.contract.problem import (
+from .problem import (
     FORWARD,
     JSD,
     KINDS,

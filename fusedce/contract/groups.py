@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedce.agreement import timeout_of
+from ..agreement import timeout_of
 
 ALONE = object()  # every other rank holds the same tokens
 # By name, since operators take no groups as arguments. The references are weak: torch keeps a group

@@ -14,14 +14,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fusedce.contract.checks import (
+from .checks import (
     can_be_read,
     check_are_tensors,
     check_ignore_index,
     check_int,
     check_labels,
 )
-from fusedce.contract.problem import Problem
+from .problem import Problem
 
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 

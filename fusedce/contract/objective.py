@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.contract.problem import Problem, acc_dtype
+from .problem import Problem, acc_dtype
 
 
 class Stats(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedce.contract.groups import group_named, local_of
+from .groups import group_named, local_of
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:

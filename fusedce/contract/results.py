@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from fusedce.contract.checks import can_be_read, check_number
+from .checks import can_be_read, check_number
 
 MONITORS = ("correct", "entropy", "z_loss")  # see `MonitoredLossSum`
 

@@ -12,6 +12,6 @@ How a loss travels::
            values, past hooks; the head takes the operands' gradients from it
 """
 
-from fusedce.head.replace import head_report, replace_loss_head, restore_loss_head
+from .replace import head_report, replace_loss_head, restore_loss_head
 
 __all__ = ["head_report", "replace_loss_head", "restore_loss_head"]

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fusedce.contract.checks import no_autocast
-from fusedce.head.lazy import (
+from ..contract.checks import no_autocast
+from ..ranks.layout import is_vocabulary_shard
+from .lazy import (
+    AUTOGRAD,
+    CODE,
     LazyLogits,
+    caller,
     materialized,
     op_schema,
     snapshot,
     without_data,
 )
-from fusedce.head.linear_call import Expr, LinearCall, Memory, changes_values, whole
-from fusedce.ranks.layout import is_vocabulary_shard
+from .linear_call import Expr, LinearCall, Memory, changes_values, whole
 
 aten = torch.ops.aten
 Gradients = list[Tensor | None]  # of hidden state, weight and perhaps bias
@@ -120,8 +122,6 @@ def _add(total: Gradients, more: Gradients) -> None:
             t.add_(g)
 
 
-# Whether code, and not a node of autograd, calls an operator of a lazy gradient.
-_reading: ContextVar[bool] = ContextVar("fusedce_reading", default=False)
 # For each call: how many operators that change values the gradient has to pass yet, and its parts.
 Load = dict[LinearCall, tuple[int, list[Part]]]
 
@@ -161,11 +161,11 @@ class LazyGradient(LazyLogits):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = _reading.set(True)
+        before = caller.set(max(caller.get(), CODE))
         try:
             return super().__torch_function__(func, types, args, kwargs)
         finally:
-            _reading.reset(before)
+            caller.reset(before)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -196,7 +196,7 @@ class LazyGradient(LazyLogits):
 def _is_called_by(nodes: frozenset[int]) -> bool:
     """Whether one of these autograd nodes calls the operator, and no code that it runs."""
     node: Any = torch._C._current_autograd_node()
-    return not _reading.get() and node is not None and node._sequence_nr() in nodes
+    return caller.get() == AUTOGRAD and node is not None and node._sequence_nr() in nodes
 
 
 def _added(grads: Sequence[LazyGradient], passed: bool) -> Load | None:

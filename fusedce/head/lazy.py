@@ -24,11 +24,15 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fusedce.head.linear_call import NO_TORCH_FUNCTION, Expr, Memory
-from fusedce.head.rules import RULES, indexed_dims, is_mask
+from ..autograd import NAMESPACE
+from .linear_call import NO_TORCH_FUNCTION, Expr, Memory
+from .rules import RULES, indexed_dims, is_mask
 
 T: Any = torch.Tensor
-_foreign = ContextVar("fusedce_foreign", default=False)  # another subclass converts results
+# Who calls operators of lazy tensors: a node of autograd, code, or another subclass of tensors,
+# which converts results and so needs real ones.
+AUTOGRAD, CODE, SUBCLASS = range(3)
+caller = ContextVar("fusedce_caller", default=AUTOGRAD)
 aten = torch.ops.aten
 _NO_MEMORY = (
     "{} would change in place the shape or the memory of the logits of a head that fusedce has "
@@ -47,7 +51,7 @@ class OpSchema(NamedTuple):
     reshapes: bool  # it changes the shape or the memory of its argument in place
 
 
-_TRUSTED = ("aten", "prim", "prims", "fusedce")  # their schemas name all that is written
+_TRUSTED = ("aten", "prim", "prims", NAMESPACE)  # their schemas name all that is written
 
 
 @functools.cache
@@ -87,11 +91,11 @@ class Uncompiled(torch.Tensor):
         if not others:
             with NO_TORCH_FUNCTION():
                 return func(*args, **(kwargs or {}))
-        before = _foreign.set(True)
+        before = caller.set(SUBCLASS)
         try:
             return others[0].__torch_function__(func, others, args, kwargs or {})
         finally:
-            _foreign.reset(before)
+            caller.reset(before)
 
 
 class LazyLogits(Uncompiled):
@@ -133,7 +137,7 @@ class LazyLogits(Uncompiled):
         schema, kwargs = op_schema(func), kwargs or {}
         if schema.is_composite:  # in inference mode they arrive whole
             return func.decompose(*args, **kwargs)
-        if _foreign.get():
+        if caller.get() == SUBCLASS:
             args, kwargs = map_lazy(
                 (args, kwargs), lambda x: x.materialize(str(func), to_write=True)
             )

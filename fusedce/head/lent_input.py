@@ -9,6 +9,7 @@ lent input is a plain tensor, also for code that has kept it.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +19,12 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
-from fusedce.contract.checks import autocast_dtype
-from fusedce.head.gradient import LazyLinear
-from fusedce.head.lazy import LazyLogits, Uncompiled
-from fusedce.head.linear_call import NO_TORCH_FUNCTION, LinearCall
-from fusedce.head.observe import HeadCounts
-from fusedce.ranks.layout import is_vocabulary_shard
+from ..contract.checks import autocast_dtype
+from ..ranks.layout import is_vocabulary_shard
+from .gradient import LazyLinear
+from .lazy import LazyLogits, Uncompiled
+from .linear_call import NO_TORCH_FUNCTION, LinearCall
+from .observe import HeadCounts
 
 _PLAIN = (Tensor, nn.Parameter)
 _LINEAR = torch._C._nn.linear  # DeepSpeed's ZeRO-3 puts a function of its own in F.linear
@@ -47,10 +48,18 @@ class Head:
     Attributes:
         report: counts of losses and logits.
         memory_budget: bytes that the loss may hold, or ``None``.
+        waiting: losses of this head whose gradients may wait for backward; no copy has them.
     """
 
     def __init__(self, report: HeadCounts, memory_budget: int | None) -> None:
         self.report, self.memory_budget = report, memory_budget
+        self.waiting: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def __getstate__(self) -> tuple[HeadCounts, int | None]:
+        return self.report, self.memory_budget
+
+    def __setstate__(self, state: tuple[HeadCounts, int | None]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Lend the head its input; ``None`` leaves it alone."""

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from fusedce.contract.checks import no_autocast
-from fusedce.contract.groups import gathered_like, is_dtensor, local_of
-from fusedce.ranks.layout import is_vocabulary_shard
+from ..contract.checks import no_autocast
+from ..contract.groups import gathered_like, is_dtensor, local_of
+from ..ranks.layout import is_vocabulary_shard
 
 NO_TORCH_FUNCTION = torch._C.DisableTorchFunctionSubclass
 Shape = tuple[int, ...]

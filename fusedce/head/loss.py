@@ -9,28 +9,33 @@ than the logits would have taken.
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable, Collection
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fusedce.contract.checks import autocast_dtype, memory_budget_of, no_autocast
-from fusedce.contract.results import LossSum, MonitoredLossSum
-from fusedce.head.gradient import Gradients, LazyGradient, Part, check_not_batched
-from fusedce.head.lazy import LazyLogits, node_number
-from fusedce.head.linear_call import Expr, LinearCall
-from fusedce.head.observe import LossObserver
-from fusedce.head.rules import LogitForm, form_of
-from fusedce.loss.cross_entropy import fused_cross_entropy
-from fusedce.loss.fused_ce import fused_ce
-from fusedce.loss.logprobs import fused_logprobs
-from fusedce.ranks.layout import is_vocabulary_shard
-from fusedce.recipes import token_scaled_loss
+from ..contract.checks import autocast_dtype, memory_budget_of, no_autocast
+from ..contract.results import LossSum, MonitoredLossSum
+from ..loss.cross_entropy import fused_cross_entropy
+from ..loss.fused_ce import fused_ce
+from ..loss.logprobs import fused_logprobs
+from ..ranks.layout import is_vocabulary_shard
+from ..recipes import token_scaled_loss
+from .gradient import Gradients, LazyGradient, Part, check_not_batched
+from .lazy import LazyLogits, node_number
+from .linear_call import Expr, LinearCall
+from .observe import LossObserver
+from .rules import LogitForm, form_of
 
-Evaluated = tuple[Tensor, dict[LinearCall, list[Tensor]]]  # a loss, as a function of operands
+
+class Evaluated(NamedTuple):
+    """A loss as a function of the head's operands."""
+
+    loss: Tensor
+    divisor: Tensor | None  # () by which a sum was divided; None: it was not
+    given: dict[LinearCall, list[Tensor]]
 
 
 _NOBODY = LossObserver()  # asks for nothing
@@ -78,14 +83,9 @@ class CrossEntropy:
 
     Attributes:
         expr: the logits.
-        divisor: by which a sum was divided ``()``, once that is known; the reduction is then "sum".
-        ready: the loss as a function of leaves, and these leaves; ``None``: backward computes it.
+        loss: without a graph, once computed; ``divisor ()``: by which a sum was divided for it.
+        ready: the loss as a function of leaves; ``None``: backward computes it again.
     """
-
-    # Those with ready gradients.
-    waiting: ClassVar[weakref.WeakValueDictionary[int, CrossEntropy]] = (
-        weakref.WeakValueDictionary()
-    )
 
     def __init__(
         self, func: Callable[..., Any], logits: LazyLogits, target: Tensor, weight: Tensor | None,
@@ -98,7 +98,7 @@ class CrossEntropy:
             asked = _NOBODY
         self.label_smoothing = float(label_smoothing or asked.label_smoothing)
         self.token_scaled = asked.token_scaled
-        self.loss: Any = None  # without a graph, once computed
+        self.loss: Any = None
         self.divisor: Tensor | None = None
         self.ready: Evaluated | None = None
 
@@ -108,13 +108,14 @@ class CrossEntropy:
         found = self._evaluate(train=now)
         if found is None:
             return False
-        self.loss = found[0].detach()
+        self.loss, self.divisor = found.loss.detach(), found.divisor
         if train:
             self.target = self.target.clone()
             self.weight = None if self.weight is None else self.weight.detach().clone()
         if now:
             self.ready = found
-            self.waiting[id(self)] = self
+            for call in self.expr.steps:
+                call.head.waiting[id(self)] = self
         return True
 
     def _is_better_later(self) -> bool:
@@ -124,12 +125,9 @@ class CrossEntropy:
             return False  # both runs of a checkpoint must save the same
         if any(call.is_in_parts() for call in calls):
             return False  # ranks would not wait for each other
-        heads = {call.head for call in calls}
-        others = [ref() for ref in self.waiting.valuerefs()]  # other threads add theirs meanwhile
-        waits = any(
-            other is not None and other.ready and heads & {c.head for c in other.expr.steps}
-            for other in others
-        )
+        # (a list, since other threads add theirs meanwhile)
+        others = [ref() for call in calls for ref in call.head.waiting.valuerefs()]
+        waits = any(other is not None and other.ready for other in others)
         return waits and self.target.numel() < max(call.given[0].shape[-1] for call in calls)
 
     def _evaluate(self, *, train: bool) -> Evaluated | None:
@@ -149,7 +147,7 @@ class CrossEntropy:
                 return None
             if self.target.shape != form.hidden.shape[:-1]:
                 return None
-            return self._loss_of(form), given
+            return Evaluated(*self._loss_of(form), given)
 
     def _options(self, form: LogitForm) -> dict[str, Any]:
         """The arguments of a fused loss of these logits, but for hidden states and labels."""
@@ -163,26 +161,23 @@ class CrossEntropy:
         }  # fmt: skip
         return options | ({"vocab_size": form.classes.stop} if sharded else {})
 
-    def _loss_of(self, form: LogitForm) -> Tensor:
+    def _loss_of(self, form: LogitForm) -> tuple[Tensor, Tensor | None]:
+        """The loss, and by what a sum was divided for it."""
         options = self._options(form) | {"label_smoothing": self.label_smoothing}
         if self.weight is not None or self.reduction == "none":
             options |= {"class_weight": self.weight, "reduction": self.reduction}
             loss = fused_cross_entropy(form.hidden, labels=self.target, **options)
             valid = (self.target != self.ignore_index).any()  # (torch's mean of none is NaN)
-            return loss / valid if self.reduction == "mean" else loss
-        if self.loss is not None:  # again, in backward
-            loss = self._sum(form.hidden, options).loss_sum
-            return loss if self.divisor is None else loss / self.divisor
-        observer = LossObserver.current.get()
-        denominator, monitor = (observer.denominator, observer.monitor) if observer else (None, ())
-        out = self._sum(form.hidden, options, monitor)
+            return (loss / valid if self.reduction == "mean" else loss), None
+        observer = LossObserver.current.get() if self.loss is None else None  # else: in backward
+        out = self._sum(form.hidden, options, observer.monitor if observer else ())
         if observer is not None:
             observer.observe(out, self.reduction, self.ignore_index)
-        if self.reduction == "sum":
-            return out.loss_sum
-        self.divisor = out.n_valid if denominator is None else denominator
-        self.reduction = "sum"
-        return out.loss_sum / self.divisor  # (torch's mean of none is NaN)
+        divisor = self.divisor
+        if divisor is None and self.reduction == "mean":
+            given = None if observer is None else observer.denominator
+            divisor = out.n_valid if given is None else given
+        return (out.loss_sum if divisor is None else out.loss_sum / divisor), divisor  # (none: NaN)
 
     def _sum(
         self, hidden: Tensor, options: dict[str, Any], monitor: Collection[str] = ()
@@ -200,7 +195,7 @@ class CrossEntropy:
         """``upstream`` times the gradients of the operands; they are the caller's to write into."""
         evaluated = self.ready or self._evaluate(train=True)
         assert evaluated is not None
-        loss, given = evaluated
+        loss, given = evaluated.loss, evaluated.given
         leaves = [x for operands in given.values() for x in operands if x.requires_grad]
         found = torch.autograd.grad(
             loss, leaves, upstream.to(loss.dtype), retain_graph=keep, allow_unused=True
@@ -222,7 +217,8 @@ class CrossEntropy:
         """The loss of real logits, by torch."""
         fine = z if z.dtype == torch.float64 else z.float()
         weight = None if self.weight is None else self.weight.to(fine.dtype)
-        reduction = "none" if self.token_scaled else self.reduction
+        reduction = self.reduction if self.divisor is None else "sum"
+        reduction = "none" if self.token_scaled else reduction
         options = weight, None, self.ignore_index, None, reduction, self.label_smoothing
         loss = self.func(fine, self.target, *options)
         if self.token_scaled:

@@ -15,16 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fusedce.contract.checks import check_int, check_number, checked_temperature, memory_budget_of
-from fusedce.contract.labels import shift_labels
-from fusedce.contract.results import TokenStats, TokenStatsAndTop, TopK
-from fusedce.head.lazy import LazyLogits
-from fusedce.head.loss import CrossEntropy, FusedLoss, is_fusable
-from fusedce.head.model_loss import inner_model
-from fusedce.head.replace import head_report, replace_loss_head, restore_loss_head
-from fusedce.head.rules import LogitForm
-from fusedce.loss.logprobs import fused_logprobs
-from fusedce.loss.topk import fused_topk
+from ..contract.checks import check_int, check_number, checked_temperature, memory_budget_of
+from ..contract.labels import shift_labels
+from ..contract.results import TokenStats, TokenStatsAndTop, TopK
+from ..loss.logprobs import fused_logprobs
+from ..loss.topk import fused_topk
+from .lazy import LazyLogits
+from .loss import CrossEntropy, FusedLoss, is_fusable
+from .model_loss import inner_model
+from .replace import head_report, replace_loss_head, restore_loss_head
+from .rules import LogitForm
 
 IGNORED = -100
 _NOT_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
@@ -188,8 +188,8 @@ class FusedStatistics(CrossEntropy):
         )
         self.statistics = statistics
 
-    def _loss_of(self, form: LogitForm) -> Tensor:
-        return self.statistics.of_operands(form.hidden, self._options(form))
+    def _loss_of(self, form: LogitForm) -> tuple[Tensor, None]:
+        return self.statistics.of_operands(form.hidden, self._options(form)), None
 
     def _native(self, z: Tensor) -> Tensor:
         return self.statistics.of_real(z)

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor, nn
 
-from fusedce.accumulate.arguments import check_losses
-from fusedce.contract.results import LossSum
-from fusedce.head.observe import LossObserver
-from fusedce.head.replace import LABELS, head_report, why_no_head
+from ..accumulate.arguments import check_losses
+from ..contract.results import LossSum
+from .observe import LossObserver
+from .replace import LABELS, head_report, why_no_head
 
 logger = logging.getLogger(__name__)
 

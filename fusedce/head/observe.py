@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.contract.results import LossSum, MonitoredLossSum
+from ..contract.results import LossSum, MonitoredLossSum
 
 _PACKAGES = tuple(str(Path(m).parent) + os.sep for m in (torch.__file__, __file__))
 

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusedce.contract.checks import memory_budget_of
-from fusedce.contract.groups import is_dtensor
-from fusedce.head.lazy import LazyLogits
-from fusedce.head.lent_input import Head, ShardedForward, classes_of, head_of, take_back
-from fusedce.head.loss import cross_entropy
-from fusedce.head.observe import HeadCounts, HeadReport
+from ..contract.checks import memory_budget_of
+from ..contract.groups import is_dtensor
+from .lazy import LazyLogits
+from .lent_input import Head, ShardedForward, classes_of, head_of, take_back
+from .loss import cross_entropy
+from .observe import HeadCounts, HeadReport
 
 LazyLogits.OVERRIDES[F.cross_entropy] = cross_entropy
 

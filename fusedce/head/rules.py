@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.head.linear_call import Expr, LinearCall, Shape
-from fusedce.ranks.layout import is_vocabulary_shard
+from ..ranks.layout import is_vocabulary_shard
+from .linear_call import Expr, LinearCall, Shape
 
 aten = torch.ops.aten
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

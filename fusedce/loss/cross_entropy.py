@@ -10,14 +10,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fusedce.autograd import dispatch
-from fusedce.contract.checks import check_choice
-from fusedce.contract.groups import local_of
-from fusedce.contract.labels import shift_labels
-from fusedce.contract.objective import weights_and_count
-from fusedce.contract.problem import Problem, Task, acc_dtype
-from fusedce.ranks.agreement import LOSSES, SUM
-from fusedce.ranks.door import prepared
+from ..autograd import dispatch
+from ..contract.checks import check_choice
+from ..contract.groups import local_of
+from ..contract.labels import shift_labels
+from ..contract.objective import weights_and_count
+from ..contract.problem import Problem, Task, acc_dtype
+from ..ranks.agreement import LOSSES, SUM
+from ..ranks.door import prepared
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = get_args(Reduction)

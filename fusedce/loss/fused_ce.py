@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.autograd import dispatch
-from fusedce.contract.checks import check_argmax_out
-from fusedce.contract.groups import local_of
-from fusedce.contract.problem import Outputs, Problem, Task
-from fusedce.contract.results import MONITORS, LossSum, MonitoredLossSum
-from fusedce.ranks.agreement import SUM
-from fusedce.ranks.door import prepared
+from ..autograd import dispatch
+from ..contract.checks import check_argmax_out
+from ..contract.groups import local_of
+from ..contract.problem import Outputs, Problem, Task
+from ..contract.results import MONITORS, LossSum, MonitoredLossSum
+from ..ranks.agreement import SUM
+from ..ranks.door import prepared
 
 
 def fused_ce(

@@ -8,13 +8,13 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from fusedce.autograd import dispatch
-from fusedce.contract.divergence import checked_divergence
-from fusedce.contract.groups import local_of
-from fusedce.contract.problem import Divergence, Outputs, Problem, Task
-from fusedce.contract.results import LossSum, MonitoredLossSum
-from fusedce.loss.fused_ce import check_outputs, monitored_sums
-from fusedce.ranks.door import Vocabulary, divergence_task, no_labels
+from ..autograd import dispatch
+from ..contract.divergence import checked_divergence
+from ..contract.groups import local_of
+from ..contract.problem import Divergence, Outputs, Problem, Task
+from ..contract.results import LossSum, MonitoredLossSum
+from ..ranks.door import Vocabulary, divergence_task, no_labels
+from .fused_ce import check_outputs, monitored_sums
 
 Kind = Literal["forward", "reverse", "jsd"]
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from fusedce.autograd import dispatch
-from fusedce.contract.checks import check_flag
-from fusedce.contract.groups import local_of
-from fusedce.contract.problem import Outputs, Problem, Task
-from fusedce.contract.results import TokenStats, TokenStatsAndMean
-from fusedce.ranks.agreement import ARGMAX, STATISTICS
-from fusedce.ranks.door import no_labels, prepared
+from ..autograd import dispatch
+from ..contract.checks import check_flag
+from ..contract.groups import local_of
+from ..contract.problem import Outputs, Problem, Task
+from ..contract.results import TokenStats, TokenStatsAndMean
+from ..ranks.agreement import ARGMAX, STATISTICS
+from ..ranks.door import no_labels, prepared
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedce.contract.checks import check_choice
-from fusedce.contract.problem import KINDS
-from fusedce.contract.results import LossSum
+from ..contract.checks import check_choice
+from ..contract.problem import KINDS
+from ..contract.results import LossSum
 
 
 def reference_ce(

@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.backends.choose import resolve_backend
-from fusedce.backends.gradients import sizes_of
-from fusedce.backends.plan import ROW_MULTIPLE, BudgetTooSmall, plan_tiles
-from fusedce.backends.shards import all_gather
-from fusedce.backends.torch.logit_tiles import Logits, chunks_of, exp_, filled, tiles
-from fusedce.contract.checks import check_are_tensors, check_int
-from fusedce.contract.groups import local_of
-from fusedce.contract.labels import used_tokens
-from fusedce.contract.problem import Outputs, Problem, Projection, Shard
-from fusedce.contract.results import TopK
-from fusedce.loss.logprobs import fused_logprobs
-from fusedce.ranks.agreement import TOPK
-from fusedce.ranks.door import no_labels, prepared
+from ..backends.choose import resolve_backend
+from ..backends.gradients import sizes_of
+from ..backends.plan import ROW_MULTIPLE, BudgetTooSmall, plan_tiles
+from ..backends.shards import all_gather
+from ..backends.torch.logit_tiles import Logits, chunks_of, exp_, filled, tiles
+from ..contract.checks import check_are_tensors, check_int
+from ..contract.groups import local_of
+from ..contract.labels import used_tokens
+from ..contract.problem import Outputs, Problem, Projection, Shard
+from ..contract.results import TopK
+from ..ranks.agreement import TOPK
+from ..ranks.door import no_labels, prepared
+from .logprobs import fused_logprobs
 
 _GROUP = 32  # classes whose maximum is found first
 _MANY, _WIDER = 512, 4  # tokens of a tile of the plan, from which it has so many times the classes

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedce.agreement import (
+from ..agreement import (
     TEXT,
     RankReport,
     device_for,
@@ -22,10 +22,10 @@ from fusedce.agreement import (
     row,
     send,
 )
-from fusedce.backends.shards import waiting_for_ranks
-from fusedce.contract.groups import name_of
-from fusedce.contract.problem import Problem, Shard
-from fusedce.ranks.layout import Tokens
+from ..backends.shards import waiting_for_ranks
+from ..contract.groups import name_of
+from ..contract.problem import Problem, Shard
+from .layout import Tokens
 
 SUM, LOSSES, STATISTICS, ARGMAX, TOPK, DIVERGENCE = (
     "a sum of losses",

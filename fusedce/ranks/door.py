@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.autograd.dispatch import StatsOf
-from fusedce.backends.choose import resolve_backend
-from fusedce.contract.checks import (
+from ..autograd.dispatch import StatsOf
+from ..backends.choose import resolve_backend
+from ..contract.checks import (
     autocast,
     check_options,
     check_problem,
@@ -27,9 +27,9 @@ from fusedce.contract.checks import (
     tempered,
     with_a_row,
 )
-from fusedce.contract.groups import is_dtensor
-from fusedce.contract.problem import Divergence, Problem, Shard, Task
-from fusedce.ranks.agreement import (
+from ..contract.groups import is_dtensor
+from ..contract.problem import Divergence, Problem, Shard, Task
+from .agreement import (
     DIVERGENCE,
     STATISTICS,
     TOPK,
@@ -38,8 +38,8 @@ from fusedce.ranks.agreement import (
     row_of,
     tell_peers_on_error,
 )
-from fusedce.ranks.layout import ALL_HERE, Tokens, groups_of, layout_of
-from fusedce.ranks.merge import token_stats
+from .layout import ALL_HERE, Tokens, groups_of, layout_of
+from .merge import token_stats
 
 Sharding = tuple[Any, bool, int | None]  # process_group, tokens_sharded, vocab_size
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedce.backends.shards import all_gather
-from fusedce.contract.groups import Ranks, is_dtensor, local_of
-from fusedce.contract.problem import Problem
+from ..backends.shards import all_gather
+from ..contract.groups import Ranks, is_dtensor, local_of
+from ..contract.problem import Problem
 
 
 def is_vocabulary_shard(x: Any) -> bool:

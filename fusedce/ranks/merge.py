@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from fusedce.autograd import tokens
-from fusedce.backends import class_logits
-from fusedce.backends.gradients import check_budget
-from fusedce.backends.shards import (
+from ..autograd import tokens
+from ..backends import class_logits
+from ..backends.gradients import check_budget
+from ..backends.shards import (
     all_reduce,
     entropy_of,
     label_and_others,
@@ -31,9 +31,9 @@ from fusedce.backends.shards import (
     of_ranks,
     sharded_sizes,
 )
-from fusedce.contract.labels import used_tokens
-from fusedce.contract.objective import Stats
-from fusedce.contract.problem import Problem, Shard, Task, acc_dtype
+from ..contract.labels import used_tokens
+from ..contract.objective import Stats
+from ..contract.problem import Problem, Shard, Task, acc_dtype
 
 
 @_disable_dynamo  # a compiler breaks its graph at the door already, where ranks compare arguments

@@ -15,11 +15,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TextIO
 
 import fusedce
-from fusedce.tools import script
-from fusedce.tools.model_sizes import UserError
+
+from . import script
+from .model_sizes import UserError
 
 if TYPE_CHECKING:
-    from fusedce.auditing import Audit
+    from ..auditing import Audit
 
 script.OURS.add(__file__)
 _WIDTH = 40  # characters of the longest bar
@@ -144,7 +145,7 @@ def audit(
     except _Enough:
         pass
     except BaseException as error:
-        from fusedce.audited_logits import NotAuditable  # not before the script has imported torch
+        from ..audited_logits import NotAuditable  # not before the script has imported torch
 
         if isinstance(error, NotAuditable):
             raise UserError(f"{error}; --model CLASS chooses another") from None

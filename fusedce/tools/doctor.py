@@ -8,8 +8,9 @@ import platform
 import torch
 
 import fusedce
-from fusedce.backends.choose import default_backend, why_no_kernels, why_not_triton
-from fusedce.contract.checks import DTYPES
+
+from ..backends.choose import default_backend, why_no_kernels, why_not_triton
+from ..contract.checks import DTYPES
 
 # The oldest and the newest versions that the test suite has run with.
 TESTED = {

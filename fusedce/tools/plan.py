@@ -11,9 +11,9 @@ from __future__ import annotations
 import textwrap
 from typing import Any, NamedTuple
 
-from fusedce.backends.plan import EXP_GEMM_H, TILES, Sizes, choose_plan, device_budget, least_bytes
-from fusedce.tools import pairs, size
-from fusedce.tools.model_sizes import UserError, sizes
+from ..backends.plan import EXP_GEMM_H, TILES, Sizes, choose_plan, device_budget, least_bytes
+from . import pairs, size
+from .model_sizes import UserError, sizes
 
 MiB, GiB = 2**20, 2**30
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -24,7 +24,8 @@ from types import ModuleType
 from typing import Any
 
 import fusedce
-from fusedce.tools import script
+
+from . import script
 
 script.OURS.add(__file__)
 _REFUSALS = (TypeError, ValueError, RuntimeError)  # of replace_loss_head and the mixin

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from fusedce.tools.model_sizes import UserError
+from .model_sizes import UserError
 
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "torch.distributed.run", "accelerate.commands")
 OURS = {__file__}  # files whose frames are no part of a script's traceback

@@ -1,5 +1,6 @@
 """An installation: names at first use, errors that name missing extras, a clean tree."""
 
+import importlib
 import json
 import os
 import re
@@ -34,7 +35,19 @@ def test_names_are_those_that_type_checkers_see():
     source = (ROOT / "fusedce" / "__init__.py").read_text()
     seen = re.search(r"if TYPE_CHECKING:\n(.*?)\n\n", source, re.DOTALL)[1]
     for name, home in fusedce._HOME.items():
-        assert re.search(rf"from fusedce\.{home} import [(\s]*{name} as {name}\b", seen), name
+        assert re.search(rf"from \.{home} import [(\s]*{name} as {name}\b", seen), name
+
+
+def test_the_checkout_hides_no_package_called_kernels(tmp_path):
+    """Such as Hugging Face's, where the checkout goes before it on the path."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("get_kernel = 'theirs'")
+    done = subprocess.run(
+        [sys.executable, "-c", "from kernels import get_kernel as x; import fusedce.kernels.tile"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_model_folder_runs_no_code(tmp_path):
@@ -48,6 +61,45 @@ def test_a_model_folder_runs_no_code(tmp_path):
     done = call("plan", str(tmp_path))
     assert done.exit_code == 2, done.output
     assert not ran.exists()
+
+
+# As Hugging Face's `kernels` 0.16 and 0.17 import a variant. A mode of tensors sees operators.
+TWO_VERSIONS = """
+import importlib, importlib.util, json, pathlib, pkgutil, sys, torch
+from torch.utils.flop_counter import FlopCounterMode
+inputs = torch.ones(3, 4), torch.ones(7, 4, requires_grad=True), torch.tensor([1, -100, 6])
+for folder in map(pathlib.Path, sys.argv[1:]):
+    name = json.loads((folder / "metadata.json").read_text())["id"]
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
+    sys.modules[name] = kernel = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kernel)
+    with FlopCounterMode(display=False):
+        kernel.fused_ce(*inputs).mean().backward()
+        kernel.fused_logprobs(*inputs).logprob.sum().backward()
+    print(kernel.__version__)
+    for module in pkgutil.walk_packages(kernel.__path__, f"{name}."):
+        importlib.import_module(module.name)
+assert "fusedce" not in sys.modules
+operators = [x.split("::") for x in torch._C._dispatch_get_all_op_names() if "fusedce" in x]
+print(len({namespace for namespace, _ in operators}), len({name for _, name in operators}))
+"""
+
+
+def test_two_versions_of_a_kernel_repository_live_in_one_process(tmp_path, monkeypatch):
+    pytest.importorskip("tomllib", reason="new in Python 3.11")
+    monkeypatch.syspath_prepend(ROOT / ".ci")
+    hub, folders = importlib.import_module("hub_kernel"), []
+    for version in ("1", "2"):
+        tree = tmp_path / version
+        shutil.copytree(ROOT / "fusedce", tree / "fusedce")
+        shutil.copy(ROOT / "pyproject.toml", tree)
+        names = tree / "fusedce" / "__init__.py"
+        names.write_text(names.read_text().replace(fusedce.__version__, version))
+        monkeypatch.setattr(hub, "ROOT", tree)
+        folders.append(hub.write(tree / "repository")[0])
+    command = [sys.executable, "-c", TWO_VERSIONS, *folders]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.split() == ["1", "2", "2", "3"], done.stderr
 
 
 @pytest.mark.slow

@@ -31,8 +31,10 @@ def test_training(on, arch, way, dtype, logits, options):
     if way == "small":
         gpu.small_calls.close()
     check_sum(way, dtype, "cpu", N=24, H=64, V=515, logits=logits, **options)
-    exponentials = "walk_kernel" if way == "one GEMM" else "exp_tile_kernel"
-    if way in ("tiles", "one GEMM"):
+    # One GEMM takes no float32, and smoothing with a bias takes gradients by token.
+    one_gemm = way == "one GEMM" and dtype != FP32
+    exponentials = "walk_kernel" if one_gemm else "exp_tile_kernel"
+    if way in ("tiles", "one GEMM") and "label_smoothing" not in options:
         assert {launch.kernel for launch in gpu.launches} >= {*TRAINED, exponentials}
 
 

@@ -15,7 +15,7 @@ from support.compiled import (
     TWO_BYTES,
     assert_same_bits_in_every_order,
 )
-from support.statistics import compare
+from support.token_stats import compare
 
 import fusedce
 from fusedce.backends import plan

@@ -14,6 +14,7 @@ from support.oracle import summed
 from support.versions import TRITON
 
 import fusedce
+from fusedce.backends import plan
 from fusedce.backends import triton as backend
 from fusedce.backends.triton import archs
 from fusedce.contract.problem import Outputs, Problem, Task
@@ -80,12 +81,13 @@ def test_the_likeliest_class_of_a_row_of_nan_is_read_in_bounds(on):
 
 @pytest.mark.parametrize("chunk_tokens", [None, 15])
 @pytest.mark.parametrize("gemm", [False, True], ids=["tiles", "gemm"])
-def test_chunks_tiles_and_the_likeliest_classes(on, chunk_tokens, gemm):
+def test_chunks_tiles_and_the_likeliest_classes(on, monkeypatch, chunk_tokens, gemm):
     """Several tiles a chunk, launched again without asking Triton; argmax; runs of one label."""
     gpu = on("sm_90")
     if gemm:
         by_gemm(gpu)
-    gpu.row = gpu.row._replace(tile_elements=(2**13, 2**13), exp_block_v=256)
+    monkeypatch.setattr(plan, "TILE_ELEMENTS", (2**13, 2**13))
+    gpu.row = gpu.row._replace(exp_block_v=256)
     hidden, weight, labels, _ = case(40, 64, 600, logits="peaked").tensors()
     labels[::3] = 17
     labels[5] = -100

@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.oracle import by_token, summed
 from support.pairs import Pair, check_pair
-from support.statistics import compare
 from support.sums import EACH_DTYPE, quick, sized
+from support.token_stats import compare
 
 import fusedce
 from fusedce.testing import Case, check

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bounds import EXACT, STATISTIC, errs_like, in_float64
 from support.oracle import finished_logits, token_stats
-from support.statistics import DIFFERENTIABLE, compare
+from support.token_stats import DIFFERENTIABLE, compare
 
 from fusedce import fused_kl, fused_logprobs
 from fusedce.backends import class_logits

@@ -5,10 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from fusedce.backends.torch.divergence_tiles import divergence_and_grads
-from fusedce.backends.torch.products import on_cpu
-from fusedce.backends.torch.stats_and_grads import room_for_logits, token_grads, token_stats
-from fusedce.backends.torch.sum_grads import loss, loss_and_grads, sums_smoothing
+from .divergence_tiles import divergence_and_grads
+from .products import on_cpu
+from .stats_and_grads import room_for_logits, token_grads, token_stats
+from .sum_grads import loss, loss_and_grads, sums_smoothing
 
 __all__ = [
     "divergence_and_grads",

@@ -30,29 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Gradients, Summed, saved_grad_dtypes, sizes_of
-from fusedce.backends.plan import FEW_CHUNKS, Plan, choose_plan, compared_classes
-from fusedce.backends.shards import (
-    all_reduce,
-    nll_and_lse,
-    of_ranks,
-    sharded_sizes,
-    sums,
-)
-from fusedce.backends.torch.logit_tiles import (
-    Logits,
-    Sums,
-    TileLabels,
-    TileStats,
-    chunks_of,
-    exp_,
-    maxima,
-    tiles,
-)
-from fusedce.backends.torch.products import Products
-from fusedce.contract.labels import used_tokens
-from fusedce.contract.objective import expected_upstream
-from fusedce.contract.problem import (
+from ...contract.labels import used_tokens
+from ...contract.objective import expected_upstream
+from ...contract.problem import (
     FORWARD,
     INFINITE,
     JSD,
@@ -63,6 +43,26 @@ from fusedce.contract.problem import (
     Shard,
     Task,
 )
+from ..gradients import Gradients, Summed, saved_grad_dtypes, sizes_of
+from ..plan import FEW_CHUNKS, Plan, choose_plan, compared_classes
+from ..shards import (
+    all_reduce,
+    nll_and_lse,
+    of_ranks,
+    sharded_sizes,
+    sums,
+)
+from .logit_tiles import (
+    Logits,
+    Sums,
+    TileLabels,
+    TileStats,
+    chunks_of,
+    exp_,
+    maxima,
+    tiles,
+)
+from .products import Products
 
 _NEAR = 0.5
 """Log-sum-exps of both heads no further apart than this, in nats: logits are subtracted.

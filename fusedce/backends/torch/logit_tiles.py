@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fusedce.backends.plan import ROW_MULTIPLE
-from fusedce.backends.torch.products import Products, on_cpu
-from fusedce.contract.problem import Projection
+from ...contract.problem import Projection
+from ..plan import ROW_MULTIPLE
+from .products import Products, on_cpu
 
 # Largest sum of exponentials that is accepted. It and its inverse are far from the ends of
 # float32's range, even times gradients and token weights of 1e-20.

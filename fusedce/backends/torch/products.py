@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.devices import type_of
-from fusedce.contract.problem import acc_dtype
+from ...contract.problem import acc_dtype
+from ..devices import type_of
 
 _BLOCK = 2**22  # elements of a product that waits in memory of its own to be added
 

@@ -20,15 +20,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.devices import memory_of
-from fusedce.backends.gradients import (
+from ...contract.labels import used_tokens
+from ...contract.objective import LogitGrad, Stats
+from ...contract.problem import Outputs, Problem, Projection, acc_dtype
+from ..devices import memory_of
+from ..gradients import (
     Dtypes,
     Gradients,
     check_budget,
     sizes_of,
 )
-from fusedce.backends.plan import CPU_BUDGET, device_budget, most_classes, plan_tiles
-from fusedce.backends.torch.logit_tiles import (
+from ..plan import CPU_BUDGET, device_budget, most_classes, plan_tiles
+from .logit_tiles import (
     Logits,
     Rows,
     TileLabels,
@@ -41,10 +44,7 @@ from fusedce.backends.torch.logit_tiles import (
     label_entry,
     tiles,
 )
-from fusedce.backends.torch.products import on_cpu
-from fusedce.contract.labels import used_tokens
-from fusedce.contract.objective import LogitGrad, Stats
-from fusedce.contract.problem import Outputs, Problem, Projection, acc_dtype
+from .products import on_cpu
 
 _KEPT_TOKENS = 2048  # whose logits are kept on a device, or a quarter of all
 _LOWEST = -1e4  # nats: a probability of 0, in float64 too

@@ -25,13 +25,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import (
+from ...contract.labels import used_rows
+from ...contract.objective import expected_upstream, slopes, token_losses
+from ...contract.problem import Outputs, Problem, Projection, Task, acc_dtype
+from ..gradients import (
     Gradients,
     Summed,
     saved_grad_dtypes,
     sizes_of,
 )
-from fusedce.backends.plan import (
+from ..plan import (
     FEW_CHUNKS,
     ONE_CHUNK,
     TILES,
@@ -40,7 +43,8 @@ from fusedce.backends.plan import (
     is_one_tile,
     plan_tiles,
 )
-from fusedce.backends.torch.logit_tiles import (
+from ..upstream import loss_in_two_passes
+from .logit_tiles import (
     Logits,
     Rows,
     TileLabels,
@@ -55,12 +59,8 @@ from fusedce.backends.torch.logit_tiles import (
     take_labels,
     tiles,
 )
-from fusedce.backends.torch.products import Products, on_cpu
-from fusedce.backends.torch.stats_and_grads import token_grads, token_stats
-from fusedce.backends.upstream import loss_in_two_passes
-from fusedce.contract.labels import used_rows
-from fusedce.contract.objective import expected_upstream, slopes, token_losses
-from fusedce.contract.problem import Outputs, Problem, Projection, Task, acc_dtype
+from .products import Products, on_cpu
+from .stats_and_grads import token_grads, token_stats
 
 # Elements of the labels' rows that are computed again at a time: of a CPU's cache, of a device.
 _ROWS, _ROWS_OF_DEVICE = 2**18, 2**25

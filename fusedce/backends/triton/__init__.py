@@ -1,4 +1,16 @@
-"""The Triton backend. Problems are checked before they come here."""
+"""The Triton backend. Problems are checked before they come here.
+
+It launches the kernels of ``fusedce/kernels/``, which import nothing but triton:
+
+* ``compact``: finds the valid rows of a batch, on the device.
+* ``tile``: a tile of logits, and the pointwise steps on it.
+* ``walk``: logits tile by tile, and what is made of each tile: loss, statistics, or exponentials.
+* ``softmax_grad``: exponentials, losses and row factors of a chunk of logits; or the gradient of a
+  tile of logits, whose tokens have upstream factors of their own.
+* ``input_grads``: adds the labels' entries, which the GEMMs leave out, to the gradients.
+* ``small``: losses and gradients of a small call, whose logits are all there at once.
+* ``divergence_rows``: divergence of a student from a teacher, and the student's gradient.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import Summed
-from fusedce.backends.triton import archs, divergence_chunks, small_sums, sum_grads
-from fusedce.backends.triton.forward import loss, token_stats
-from fusedce.backends.triton.launch import device_guard, launch_grid
-from fusedce.backends.triton.vocab_tiles import token_grads
-from fusedce.contract.problem import Outputs, Problem, Task
-from fusedce.kernels.input_grads import scale_kernel
+from ...contract.problem import Outputs, Problem, Task
+from ...kernels.input_grads import scale_kernel
+from ..gradients import Summed
+from . import archs, divergence_chunks, small_sums, sum_grads
+from .forward import loss, token_stats
+from .launch import device_guard, launch_grid
+from .vocab_tiles import token_grads
 
 __all__ = [
     "divergence_and_grads",

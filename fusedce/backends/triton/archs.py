@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from fusedce.backends import plan
-from fusedce.backends.devices import Generation, generation_of, type_of
+from .. import plan
+from ..devices import Generation, generation_of, type_of
 
 KiB = 1024
 EVERY_H = 2**31
@@ -65,7 +65,6 @@ class Architecture(NamedTuple):
     exp_block_v: int = plan.EXP_BLOCK_V  # classes of a row that share one maximum in training
     token_warps: int = 4  # of the kernel that makes a tile's gradient token by token
     divergence_block_v: int = 1024  # two rows at once, and the divergence between them
-    tile_elements: tuple[int, int] = plan.TILE_ELEMENTS  # float32 products at a time
 
     @property
     def compiler(self) -> tuple[str, int | str, int] | None:
@@ -86,14 +85,14 @@ class Architecture(NamedTuple):
         The rows are equal parts of ``C``, multiples of 128: a part of a few rows would take a
         product of its own that leaves most of a GPU idle. The columns are whole blocks.
         """
-        count = plan.tile_products(H, self.tile_elements)
+        count = plan.tile_products(H)
         rows = min(C, plan.equal_parts(C, max(count // block // 128 * 128, 128), 128))
         T = min(max(count // rows // block, 1) * block, V)
         return rows_in_waves(C, T, rows, processors), T
 
     def rows_of_hidden(self, C: int, H: int, processors: int = 1) -> int:
         """Rows of the products of d_hidden of ``C`` tokens that are held at a time."""
-        rows = max(self.tile_elements[0] // H // 128 * 128, 128)
+        rows = max(plan.TILE_ELEMENTS[0] // H // 128 * 128, 128)
         return rows_in_waves(C, H, rows, processors)
 
 

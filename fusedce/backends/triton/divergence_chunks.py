@@ -13,23 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.backends.devices import capturing
-from fusedce.backends.gradients import Gradients, Summed, saved_grad_dtypes, sizes_of
-from fusedce.backends.plan import FEW_CHUNKS, choose_plan, multiple_of_16
-from fusedce.backends.triton import archs
-from fusedce.backends.triton.head_gradients import add_to_bias
-from fusedce.backends.triton.launch import (
+from ...contract.problem import KINDS, Divergence, Outputs, Problem
+from ...kernels.divergence_rows import EDGE, divergence_rows_kernel
+from ..devices import capturing
+from ..gradients import Gradients, Summed, allocate, saved_grad_dtypes, sizes_of
+from ..plan import FEW_CHUNKS, Plan, choose_plan, multiple_of_16, power_of_2
+from . import archs
+from .head_gradients import add_to_bias
+from .launch import (
     compact,
     device_guard,
     launch_grid,
     pointwise,
-    power_of_2,
     raise_on_cpu,
 )
-from fusedce.backends.triton.products import add_product, product, scaled_by
-from fusedce.backends.triton.sum_grads import rows_and_factor
-from fusedce.contract.problem import KINDS, Divergence, Outputs, Problem
-from fusedce.kernels.divergence_rows import EDGE, divergence_rows_kernel
+from .products import add_product, product, scaled_by
+from .sum_grads import rows_and_factor
 
 _GRAD_SCALE = 2.0**13  # of float16, whose probabilities would underflow
 
@@ -67,7 +66,7 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Outpu
         if capturing(device):  # all rows take part, and those that do not count as zeros
             left_out = torch.arange(n, device=device) >= packed.used
             weights[rows] = weights[rows].masked_fill(left_out, 0)
-        chunk = _Chunk(problem, divergence, C, wanted)
+        chunk = _Chunk(problem, divergence, plan, wanted)
         scratch = chunk.of_teacher.view(-1)  # once a chunk's bias is summed
         outer *= problem.logit_scale / divergence.temperature
         for begin in range(0, n, C):
@@ -99,7 +98,9 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Outpu
 class _Chunk:
     """The heads' logits of one chunk after another, in the same buffers."""
 
-    def __init__(self, problem: Problem, divergence: Divergence, C: int, wanted: Outputs) -> None:
+    def __init__(
+        self, problem: Problem, divergence: Divergence, plan: Plan, wanted: Outputs
+    ) -> None:
         weight, device = problem.weight, problem.weight.device
         self.weight, self.divergence, self.bias = weight, divergence, wanted.bias
         self.train = any(wanted.gradients())
@@ -125,8 +126,8 @@ class _Chunk:
             "KIND": EDGE.value if divergence.is_uneven() else KINDS.index(divergence.kind),
             "HAS_CE": divergence.ce_weight != 0,
         }
-        buffers = torch.empty(2, C, width, dtype=torch.float32, device=device)
-        self.of_student, self.of_teacher = buffers.unbind()
+        logits = allocate(plan, "logits of a chunk", torch.float32, device)
+        self.of_student, self.of_teacher = logits.unbind()
 
     def gradient(
         self,

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.backends.gradients import check_budget, sizes_of
-from fusedce.backends.triton import archs
-from fusedce.backends.triton.archs import Blocks, vocabulary_splits
-from fusedce.backends.triton.launch import (
+from ...contract.objective import Stats
+from ...contract.problem import Outputs, Problem
+from ...kernels.walk import STATISTICS, SUMS, merge_stats_kernel
+from ..gradients import check_budget, sizes_of
+from . import archs
+from .archs import Blocks, vocabulary_splits
+from .launch import (
     compact,
     device_guard,
     has_options,
@@ -21,9 +24,6 @@ from fusedce.backends.triton.launch import (
     raise_on_cpu,
     walk,
 )
-from fusedce.contract.objective import Stats
-from fusedce.contract.problem import Outputs, Problem
-from fusedce.kernels.walk import STATISTICS, SUMS, merge_stats_kernel
 
 _MERGED = 128  # rows whose splits a program merges
 

@@ -13,10 +13,11 @@ import math
 import torch
 from torch import Tensor
 
-from fusedce.backends.triton import archs
-from fusedce.backends.triton.launch import launch_grid, padded, pointwise, power_of_2
-from fusedce.contract.problem import Problem, Projection
-from fusedce.kernels.input_grads import hidden_grad_kernel, label_grad_kernel
+from ...contract.problem import Problem, Projection
+from ...kernels.input_grads import hidden_grad_kernel, label_grad_kernel
+from ..plan import power_of_2
+from . import archs
+from .launch import launch_grid, padded, pointwise
 
 
 class Head:

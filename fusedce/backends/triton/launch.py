@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fusedce.backends.devices import type_of
-from fusedce.backends.gradients import is_row_major
-from fusedce.backends.plan import multiple_of_16
-from fusedce.backends.triton.archs import Blocks, vocabulary_splits
-from fusedce.contract.labels import bad_label_message
-from fusedce.contract.problem import Problem, Projection
-from fusedce.kernels.compact import compact_kernel
-from fusedce.kernels.walk import EXPONENTIALS, STATISTICS, SUMS, walk_kernel
+from ...contract.labels import bad_label_message
+from ...contract.problem import Problem, Projection
+from ...kernels.compact import compact_kernel
+from ...kernels.walk import EXPONENTIALS, STATISTICS, SUMS, walk_kernel
+from ..devices import type_of
+from ..gradients import is_row_major
+from ..plan import multiple_of_16
+from .archs import Blocks, vocabulary_splits
 
 # Triton's interpreter, which takes a GPU's tensors as well, multiplies bfloat16 as integers.
 INTERPRETED = not isinstance(walk_kernel, triton.JITFunction)
@@ -88,10 +88,11 @@ def walk(
 # What an epilogue never reads. All else must be given, if only as None.
 _NOT_OF = {
     SUMS.value: (
-        "best", "class_weight", "temperature", "moments", "zsums", "exps", "width", "stride_ec",
+        "best", "factors", "class_weight", "temperature", "moments", "zsums", "exps", "width",
+        "stride_ec",
     ),
     STATISTICS.value: (
-        "block_losses", "tickets", "loss_sum", "lse", "exps", "width", "stride_ec",
+        "factors", "block_losses", "tickets", "loss_sum", "lse", "exps", "width", "stride_ec",
     ),
     EXPONENTIALS.value: (
         "rows", "count", "block_losses", "tickets", "loss_sum", "lse", "class_weight",
@@ -112,11 +113,6 @@ def pointwise(head: Projection) -> dict[str, Any]:
 def has_options(problem: Problem) -> bool:
     """Whether a bias, scale or soft-cap follows the product."""
     return any(x is not None for x in pointwise(Projection.of(problem)).values())
-
-
-def power_of_2(n: int) -> int:
-    """The least power of 2 that is at least ``n``; Triton's own function is slower on the host."""
-    return 1 << (n - 1).bit_length()
 
 
 def padded(x: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fusedce.backends.devices import type_of
-from fusedce.backends.triton.launch import warn_once
+from ..devices import type_of
+from .launch import warn_once
 
 
 @functools.cache

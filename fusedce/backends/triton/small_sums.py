@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import torch
 
-from fusedce.backends.gradients import Summed
-from fusedce.backends.plan import is_small, multiple_of_16
-from fusedce.backends.triton.launch import (
+from ...contract.problem import Outputs, Problem
+from ...kernels.small import small_finish_kernel, small_rows_kernel
+from ..gradients import Summed
+from ..plan import is_small, multiple_of_16, power_of_2
+from .launch import (
     device_guard,
     launch_grid,
-    power_of_2,
     raise_on_cpu,
 )
-from fusedce.backends.triton.products import product
-from fusedce.contract.problem import Outputs, Problem
-from fusedce.kernels.small import small_finish_kernel, small_rows_kernel
+from .products import product
 
 _DTYPES = (torch.bfloat16, torch.float32)  # float16's range needs factors of the rows
 _BLOCK_V, _BLOCK_H, _BLOCK_C, _WARPS = 2048, 1024, 16, 8

@@ -20,18 +20,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedce.backends.devices import capturing
-from fusedce.backends.gradients import Gradients, Summed, saved_grad_dtypes, sizes_of
-from fusedce.backends.plan import FEW_CHUNKS, TILES, choose_plan, multiple_of_16
-from fusedce.backends.triton import archs
-from fusedce.backends.triton.forward import token_stats
-from fusedce.backends.triton.head_gradients import (
+from ...contract.objective import slopes, token_losses
+from ...contract.problem import Outputs, Problem, Projection
+from ...kernels.softmax_grad import exp_tile_kernel, label_logit_kernel, softmax_rows_kernel
+from ...kernels.tile import LOG2E
+from ...kernels.walk import EXPONENTIALS
+from ..devices import capturing
+from ..gradients import Gradients, Summed, allocate, saved_grad_dtypes, sizes_of
+from ..plan import FEW_CHUNKS, TILES, Plan, choose_plan, multiple_of_16, power_of_2
+from . import archs
+from .forward import token_stats
+from .head_gradients import (
     Head,
     add_label_grads,
     add_to_bias,
     compile_for_sums,
 )
-from fusedce.backends.triton.launch import (
+from .launch import (
     Rows,
     compact,
     device_guard,
@@ -39,16 +44,10 @@ from fusedce.backends.triton.launch import (
     has_whole_steps,
     launch_grid,
     padded,
-    power_of_2,
     raise_on_cpu,
     walk,
 )
-from fusedce.backends.triton.products import add_product, product, scaled_by
-from fusedce.contract.objective import slopes, token_losses
-from fusedce.contract.problem import Outputs, Problem, Projection
-from fusedce.kernels.softmax_grad import exp_tile_kernel, label_logit_kernel, softmax_rows_kernel
-from fusedce.kernels.tile import LOG2E
-from fusedce.kernels.walk import EXPONENTIALS
+from .products import add_product, product, scaled_by
 
 
 def loss_and_grads(problem: Problem, wanted: Outputs, argmax: Tensor | None) -> Summed:
@@ -62,9 +61,12 @@ def loss_and_grads(problem: Problem, wanted: Outputs, argmax: Tensor | None) -> 
         raise_on_cpu(packed.n_valid, problem)
         n, outer, factor = rows_and_factor(problem, packed)
         gemm = _gemm_blocks(problem, wanted)
-        block = 0 if gemm is None else gemm.BLOCK_V
+        blocks = {
+            "gemm_block": 0 if gemm is None else gemm.BLOCK_V,
+            "exp_block": archs.architecture(device).exp_block_v,
+        }
         plan = choose_plan(
-            sizes_of(problem, wanted, n, dtypes, triton=True, gemm_block=block),
+            sizes_of(problem, wanted, n, dtypes, triton=True, **blocks),
             chunk_tokens=problem.chunk_tokens,
             memory_budget=problem.memory_budget,
         )
@@ -84,8 +86,7 @@ def loss_and_grads(problem: Problem, wanted: Outputs, argmax: Tensor | None) -> 
         labels = labels[used]
         made = _Chunks if plan.name != TILES else _TiledChunks
         chunks = made(
-            problem.rows(used), labels, packed, C, plan.classes, wanted, gemm, argmax, outer,
-            padding,
+            problem.rows(used), labels, packed, plan, wanted, gemm, argmax, outer, padding
         )  # fmt: skip
         for first in range(0, n, C):
             some = slice(first, min(first + C, n))
@@ -138,8 +139,7 @@ class _Chunks(Head):
         problem: Problem,  # whose token weights are those of the rows that are computed
         labels: Tensor,  # (n,) of those rows
         packed: Rows,
-        C: int,
-        T: int,  # classes of the exponentials that exist at a time
+        plan: Plan,
         wanted: Outputs,
         gemm: archs.Blocks | None,
         argmax: Tensor | None,  # (N,) int64 to fill at `packed.rows`
@@ -149,7 +149,8 @@ class _Chunks(Head):
         super().__init__(problem)
         weight, dtype, device = self.weight, self.weight.dtype, self.weight.device
         (V, H), n = weight.shape, len(labels)
-        self.classes = T = min(multiple_of_16(T), V)
+        C, T = min(plan.tokens, n), plan.classes
+        self.classes = T
         self.problem, self.packed, self.argmax, self.outer = problem, packed, argmax, outer
         self.labels, self.padding = labels, padding
         self.gemm, self.multiply = gemm, product(device, dtype)
@@ -159,21 +160,20 @@ class _Chunks(Head):
         self.blocks = -(-T // self.block)
         processors = archs.processors(device)
         self.tile = self.arch.tile_shape(C, T, H, self.block, processors)
-        of_tile = self.tile[0] * multiple_of_16(self.tile[1]) if gemm is None else 0
         self.rows_of_hidden = self._rows_of_hidden(C, H, processors)
-        # Products of a tile of the logits, and of rows of d_hidden, share a buffer.
-        size = max(of_tile, min(self.rows_of_hidden, C) * H)
-        self.products = torch.empty(size, dtype=torch.float32, device=device)
-        # Rows start at multiples of what the kernels and the products that read them move at once.
-        self.exps = torch.empty(C, multiple_of_16(T), dtype=dtype, device=device)
+        made = {
+            name: allocate(plan, name, dtype if buffer.element < 4 else torch.float32, device)
+            for name, buffer in plan.buffers.items()
+        }
+        # Products of a tile of the logits, and of rows of d_hidden.
+        self.products = made["tile of products"]
+        self.exps = made["logits of a tile" if plan.name == TILES else "logits of a chunk"]
+        self.scaled, self.d_hidden = map(made.get, ("scaled hidden states", "d_hidden of a chunk"))
         # Every block has a reference of its own then, not the labels' logits.
         self.store_probs = dtype == torch.float16
         sizes = (self.blocks * C, self.blocks * C, C, C)
-        of_rows = torch.empty(sum(sizes), dtype=torch.float32, device=device)
-        self.maxima, self.sums, self.z_label, self.factors = of_rows.split_with_sizes(sizes)
-        self.scaled = None
-        if wanted.weight and not self.store_probs:
-            self.scaled = torch.empty(C, H, dtype=dtype, device=device)
+        of_rows = made["statistics"].view(-1).split_with_sizes(sizes)
+        self.maxima, self.sums, self.z_label, self.factors = of_rows
         self.losses, self.label_grads = torch.empty(2, n, dtype=torch.float32, device=device)
         self.loss_slopes = self.lse = None
         if not problem.is_plain_ce():
@@ -284,6 +284,7 @@ class _Chunks(Head):
         weight: Tensor,  # (T, H) the head, or a tile of it
         reference: Tensor | None,  # (C,) fp32 logits; None: every block has one of its own
         best: Tensor | None = None,  # (blocks * C,) int32 to fill
+        factors: Tensor | None = None,  # (C,) fp32: what a row's exponentials are multiplied by
         bias: Tensor | None = None,  # (T,) of a tile
     ) -> None:
         """Fill the exponentials and their statistics."""
@@ -292,6 +293,7 @@ class _Chunks(Head):
             "exps": self.exps,
             "labels": y,
             "z_label": reference,
+            "factors": factors,
             "maxima": self.maxima,
             "sums": self.sums,
             "best": best,
@@ -375,7 +377,11 @@ _LOG2E = float(LOG2E.value)
 
 
 class _TiledChunks(_Chunks):
-    """Chunks of tokens of whose exponentials a tile of the vocabulary exists at a time."""
+    """Chunks of tokens of whose exponentials a tile of the vocabulary exists at a time.
+
+    Exponentials are multiplied by their row's factor before they are rounded, but in float16, whose
+    range the factors may leave.
+    """
 
     def _rows_of_hidden(self, C: int, H: int, processors: int) -> int:
         """The tiles' parts of d_hidden are added up elsewhere; what is left are small products."""
@@ -383,36 +389,31 @@ class _TiledChunks(_Chunks):
 
     def add(self, h: Tensor, y: Tensor, first: int, grads: Gradients) -> None:
         """Compute the chunk's losses, and add its gradients to ``grads``, but for the labels'."""
-        (V, H), C, T = self.weight.shape, len(h), self.classes
+        V, C, T = len(self.weight), len(h), self.classes
         lse = self._statistics(h, y, first)
         alpha = self.outer / self.grad_scale
         factors = self.factors[:C]
-        total = scaled = largest = None
-        if grads.hidden is not None:
-            total = torch.empty(C, H, dtype=torch.float32, device=h.device)
-        if self.scaled is not None:  # computed in float32, and rounded once
-            scaled = torch.mul(h, factors[:, None], out=self.scaled[:C])
-        elif grads.weight is not None:
-            scaled, largest = scaled_by(h, factors)
+        inside, late = (None, factors) if self.store_probs else (factors, None)
+        total = None if self.d_hidden is None else self.d_hidden[:C]
+        scaled, largest = scaled_by(h, late if grads.weight is not None else None)
         for begin in range(0, V, T):
             w = self.weight[begin : begin + T]
             tile = slice(begin, begin + len(w))
             bias = self.pointwise["bias"]
-            self._exponentials(
-                h, y - begin, w, lse, bias=None if bias is None else padded(bias[tile])
-            )
+            bias = None if bias is None else padded(bias[tile])
+            self._exponentials(h, y - begin, w, lse, factors=inside, bias=bias)
             g = self.exps[:C, : len(w)]
             if total is not None:
                 add_product(total, g, w, first=begin == 0, scratch=self.products)
             if grads.bias is not None:
-                add_to_bias(grads.bias[tile], g, factors, alpha, self.products)
-            if grads.weight is not None and scaled is not None:
+                add_to_bias(grads.bias[tile], g, late, alpha, self.products)
+            if grads.weight is not None:
                 add_product(
                     grads.weight[tile], g.t(), scaled, alpha, largest, first=first == 0,
                     scratch=self.products,
                 )  # fmt: skip
         if total is not None and grads.hidden is not None:
-            self._finish_hidden(total, y, factors, grads.hidden, 0, first)
+            self._finish_hidden(total, y, late, grads.hidden, 0, first)
 
     def _statistics(self, h: Tensor, y: Tensor, first: int) -> Tensor:
         """Fill losses, factors and labels' entries; return the log-sum-exps ``(C,)`` fp32."""

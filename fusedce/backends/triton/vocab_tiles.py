@@ -13,21 +13,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedce.backends.devices import capturing
-from fusedce.backends.gradients import Dtypes, Gradients, sizes_of
-from fusedce.backends.plan import multiple_of_16, plan_tiles
-from fusedce.backends.triton.head_gradients import Head, add_label_grads, add_to_bias
-from fusedce.backends.triton.launch import (
+from ...contract.objective import LogitGrad
+from ...contract.problem import Outputs, Problem
+from ...kernels.softmax_grad import token_grad_kernel
+from ..devices import capturing
+from ..gradients import Dtypes, Gradients, sizes_of
+from ..plan import multiple_of_16, plan_tiles, power_of_2
+from .head_gradients import Head, add_label_grads, add_to_bias
+from .launch import (
     compact,
     device_guard,
     launch_grid,
     padded,
-    power_of_2,
 )
-from fusedce.backends.triton.products import add_product, product, scaled_by
-from fusedce.contract.objective import LogitGrad
-from fusedce.contract.problem import Outputs, Problem
-from fusedce.kernels.softmax_grad import token_grad_kernel
+from .products import add_product, product, scaled_by
 
 
 def token_grads(

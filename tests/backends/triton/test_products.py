@@ -9,6 +9,7 @@ from support.operators import Calls
 from support.params import slow
 
 from fusedce import fused_ce
+from fusedce.backends import plan
 from fusedce.backends import triton as backend
 from fusedce.backends.triton import archs
 from fusedce.backends.triton import products as of_cublas
@@ -23,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("no_small_calls")
 @pytest.mark.parametrize(("N", "V"), [(100, 100), (128, 777), (300, 256), (300, 777)])
 def test_gradients_from_several_tiles_are_those_of_the_whole(monkeypatch, elements, N, V):
     row = archs.BY_NAME["interpreter"]
-    row = row._replace(tile_elements=(elements, elements),
-                       two_bytes=row.two_bytes._replace(gemm_up_to=0))  # fmt: skip
+    row = row._replace(two_bytes=row.two_bytes._replace(gemm_up_to=0))
+    monkeypatch.setattr(plan, "TILE_ELEMENTS", (elements, elements))
     monkeypatch.setattr(archs, "architecture", lambda device: row)
     case = Case((N,), 24, V, torch.bfloat16, requires_grad=("hidden", "weight"))
     check(functools.partial(fused_ce, backend="triton"), case)
@@ -57,8 +58,7 @@ def test_rows_of_tiles_fill_the_processors(processors, least):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)])
 def test_a_chunk_is_widened_for_the_bias_in_the_buffer_of_the_plan(monkeypatch, dtype):
     """The chunk in float32 would be 3.6 MB; the head in float32, for a CPU's product, is 1.5 MB."""
-    row = archs.BY_NAME["interpreter"]._replace(tile_elements=(2**16, 2**16))
-    monkeypatch.setattr(archs, "architecture", lambda device: row)
+    monkeypatch.setattr(plan, "TILE_ELEMENTS", (2**16, 2**16))
     hidden, weight, labels, bias = Case((300,), 128, 3000, dtype, with_bias=True).tensors()
     problem = Problem(hidden, weight, labels, bias=bias, backend="triton")
     with Calls() as calls:

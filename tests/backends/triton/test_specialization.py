@@ -6,6 +6,7 @@ from support.operators import Calls
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fusedce.backends import plan
 from fusedce.backends import triton as backend
 from fusedce.backends.gradients import input_dtypes
 from fusedce.backends.triton import archs, head_gradients, small_sums, sum_grads, vocab_tiles
@@ -151,8 +152,7 @@ def test_forward_only_compiles_nothing_inside_a_graph(inside_a_graph, options, V
 
 def test_few_rows_outside_a_graph_and_all_of_them_inside(monkeypatch, inside_a_graph):
     """Tiles of few rows hold more classes than those of many."""
-    small = archs.BY_NAME["interpreter"]._replace(tile_elements=(2**15, 2**15))
-    monkeypatch.setattr(archs, "architecture", lambda device: small)
+    monkeypatch.setattr(plan, "TILE_ELEMENTS", (2**15, 2**15))
     problem = problem_of(ignored=80)
     assert inside_a_graph(lambda: train(problem))[1] == set()
 
@@ -166,8 +166,7 @@ def test_token_gradients_compile_nothing_inside_a_graph(inside_a_graph, chunk_to
 @pytest.mark.parametrize("chunk_tokens", [None, 39])
 @pytest.mark.parametrize("V", [320, 333, 1111])
 def test_one_compilation_fits_all_tiles_of_a_chunk(monkeypatch, launches, V, chunk_tokens):
-    tiny = archs.BY_NAME["interpreter"]._replace(tile_elements=(2**12, 2**12))
-    monkeypatch.setattr(archs, "architecture", lambda device: tiny)
+    monkeypatch.setattr(plan, "TILE_ELEMENTS", (2**12, 2**12))
     train(problem_of(V, "terms", N=196, chunk_tokens=chunk_tokens))
     for kernel in ("exp_tile_kernel", "hidden_grad_kernel"):
         keys = [key for name, key in launches if name == kernel]
