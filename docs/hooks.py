@@ -14,6 +14,29 @@ ROOT = Path(__file__).parents[1]
 _REPOSITORY = "https://github.com/fusedce/fusedce/blob/main"
 _ERRORS = ("ValueError", "TypeError", "RuntimeError", "UserError", "ModuleNotFoundError")
 
+# What somebody sees, and the modules that say so.
+_SYMPTOMS = {
+    "An argument of a loss is refused": ("contract.checks", "contract.divergence", "loss"),
+    "Labels, shifts or documents do not fit": ("contract.labels",),
+    "A LossSum is refused where a number or a loss is expected": ("contract.results",),
+    "A derivative is refused": ("autograd", "head.gradient"),
+    "A window, a step or clipping is refused": (
+        "accumulate.accumulator", "accumulate.arguments", "accumulate.gradients",
+        "accumulate.watch", "accumulate.window",
+    ),
+    "Ranks wait, fail or disagree": (
+        "accumulate.exchange", "agreement", "backends.shards", "contract.groups", "ranks.agreement",
+    ),
+    "An engine (accelerate, DeepSpeed, a pipeline) is refused": ("accumulate.engines",),
+    "Saved totals do not load": ("accumulate.sums",),
+    "A sharded vocabulary is refused": ("ranks.door", "ranks.layout", "sharded"),
+    "A backend cannot run, or is slower": ("backends.choose", "backends.triton"),
+    "A head is not replaced, or a model's loss is not counted": ("head",),
+    "A trainer is refused, or counts other tokens": ("trainer",),
+    "A loss of RL or distillation is refused": ("recipes",),
+    "A command, the audit or a test cannot run": ("auditing", "testing", "tools"),
+}  # fmt: skip
+
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     at = f"docs/{page.file.src_uri}"
@@ -91,11 +114,19 @@ def _text(node: ast.expr) -> str:
     return ""
 
 
+def symptom(module: str) -> str:
+    """The heading under which the messages of ``module`` stand."""
+    for title, names in _SYMPTOMS.items():
+        if any(f"{module}.".startswith(f"fusedce.{name}.") for name in names):
+            return title
+    raise KeyError(f"{module} has messages: name it in _SYMPTOMS")
+
+
 def _table() -> Iterator[str]:
-    last = ""
+    found: dict[str, list[str]] = {title: [] for title in _SYMPTOMS}
     for module, kind, text in messages():
-        if module != last:
-            yield f'\n??? note "{module}"\n\n    | | |\n    |---|---|'
-            last = module
         plain = re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;")
-        yield f"    | {kind} | {plain} |"
+        found[symptom(module)].append(f"    | {kind} | {plain} |")
+    for title, lines in found.items():
+        yield f'\n??? note "{title}"\n\n    | | |\n    |---|---|'
+        yield from lines

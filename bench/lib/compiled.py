@@ -41,8 +41,8 @@ def _targets(row: Architecture) -> Iterator[tuple[str, Target]]:
         backend, arch, warp = row.compiler
         own = "a" if isinstance(arch, int) and arch >= 90 else ""  # its own instructions, too
         ptxas = f"sm_{arch}{own}" if backend == "cuda" else ""
-        for name in row.gcn or (row.name,):
-            gpu = GPUTarget(backend, name if row.gcn else arch, warp)
+        for name in row.generations if backend == "hip" else (row.name,):
+            gpu = GPUTarget(backend, name if backend == "hip" else arch, warp)
             yield name, Target(gpu, row.shared_limit, ptxas, row)
 
 

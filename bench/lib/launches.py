@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import fusedce
 from fusedce.backends import choose, triton
+from fusedce.backends.devices import DEVICE_TYPES
 from fusedce.backends.triton import archs, head_gradients, launch, products
 from fusedce.kernels.walk import EXPONENTIALS, STATISTICS, SUMS
 
@@ -106,7 +107,7 @@ def recorded(row: archs.Architecture) -> Iterator[list[Launch]]:
         (choose, "why_not_triton", lambda *_: None),
         (archs, "architecture", lambda device: row),
         (archs, "processors", lambda device: 132),
-        (launch, "_cuda", lambda device: nvidia),
+        (launch, "type_of", lambda device: DEVICE_TYPES["cuda" if nvidia else "rocm"]),
         (products, "widens", lambda *_: True),
         (torch, "mm", lambda *_, out=None, **__: out),
         (torch, "addmm", lambda *_, out=None, **__: out),

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import is_fake
 
 from ..contract.objective import LogitGrad, Stats
 from ..contract.problem import Outputs, Problem, Task
+from .devices import capturing, generation_of, type_of
 from .gradients import Dtypes, Summed
 
 _NAMES = ("torch", "triton")
-_TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices are called cuda by torch
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 OLDEST = (8, 0)  # compute capability: before it the kernels spill kilobytes a thread
@@ -73,25 +73,18 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
         return "triton is not installed (pip install triton)"
     if dtype == torch.float64:
         return "the Triton kernels take float32, bfloat16 and float16, not float64"
-    if device.type not in _TRITON_DEVICES and not (device.type == "cpu" and INTERPRETED):
+    if not type_of(device).triton and not (device.type == "cpu" and INTERPRETED):
         return (
             f"it needs CUDA, ROCm or XPU tensors, got tensors on {device} "
             f"(TRITON_INTERPRET=1 interprets the kernels on the CPU, slowly, for debugging)"
         )
-    capability = _capability(device)
-    if capability is not None and capability < OLDEST:
+    capability = generation_of(device)
+    if isinstance(capability, tuple) and capability < OLDEST:
         return (
             f"the Triton kernels need compute capability {OLDEST[0]}.{OLDEST[1]} or newer "
             f"(A100, RTX 30), and {device} has {capability[0]}.{capability[1]}"
         )
     return None
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    return torch.cuda.get_device_capability(device)
 
 
 def default_backend(device: torch.device, dtype: torch.dtype) -> str:
@@ -100,12 +93,12 @@ def default_backend(device: torch.device, dtype: torch.dtype) -> str:
     Raises:
         RuntimeError: the device has no float64, in which losses are summed.
     """
-    if device.type == "mps":
+    if not type_of(device).float64:
         raise RuntimeError(
             f"hidden must be on a device that has float64, in which losses are summed, not on "
             f"{device}: move hidden, weight and labels to the CPU"
         )
-    usable = device.type in _TRITON_DEVICES and why_not_triton(device, dtype) is None
+    usable = type_of(device).triton and why_not_triton(device, dtype) is None
     return "triton" if usable else "torch"
 
 
@@ -175,7 +168,7 @@ def _kernels_run(hidden: Tensor) -> bool:
         or torch._C._len_torch_dispatch_stack()
         or torch._C._get_tracing_state() is not None
         or is_fake(hidden)
-        or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        or capturing(device)
     ):
         return True
     return why_no_kernels(device) is None

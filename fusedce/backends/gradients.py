@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..contract.problem import Outputs, Problem, Task, acc_dtype
+from .devices import memory_of
 from .plan import WALK_STEP, Plan, Sizes, choose_plan, device_budget, plan_tiles
 
 
@@ -130,14 +130,6 @@ def _of_backward(call: Sizes) -> Sizes:
     """Backward leaves out tokens whose gradient is 0; the Triton backend gathers the others."""
     gathers = call.triton and (call.hidden or call.weight or call.bias)
     return call._replace(N=max(call.N, call.n + 1)) if gathers else call
-
-
-@functools.cache
-def memory_of(device: torch.device) -> int | None:
-    """Bytes of a GPU's memory; None for other devices."""
-    if device.type not in ("cuda", "xpu"):
-        return None
-    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
 def allocate(plan: Plan, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:

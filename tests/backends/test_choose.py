@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusedce.backends import choose
+from fusedce.backends import choose, devices
 from fusedce.backends.triton import archs
 
 CUDA = torch.device("cuda", 0)
@@ -17,12 +17,12 @@ def card(monkeypatch):
 
     def of(*capability):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        choose._capability.cache_clear()
+        devices.generation_of.cache_clear()
         archs.architecture.cache_clear()
 
     monkeypatch.setattr(choose, "_kernel_errors", {CUDA: None})  # a kernel has run there
     yield of
-    choose._capability.cache_clear()
+    devices.generation_of.cache_clear()
     archs.architecture.cache_clear()
 
 
@@ -79,12 +79,33 @@ def test_a_device_without_float64_is_refused_by_name():
 
 
 def test_the_processors_of_an_xpu_are_its_subslices(monkeypatch):
-    class Module:
-        @staticmethod
-        def get_device_properties(device):
-            return SimpleNamespace(gpu_subslice_count=448)
-
-    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    properties = SimpleNamespace(gpu_subslice_count=448)
+    module = SimpleNamespace(get_device_properties=lambda device: properties)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     archs.processors.cache_clear()
     assert archs.processors(torch.device("xpu")) == 448
     archs.processors.cache_clear()
+
+
+def test_one_row_makes_a_new_type_of_device(monkeypatch):
+    device = torch.device("privateuseone", 0)
+    rows = SimpleNamespace(device=device, dtype=torch.bfloat16, shape=torch.Size((3, 64)))
+    assert choose.resolve_backend(None, rows) == "torch"
+    properties = SimpleNamespace(total_memory=2**30, cores=24)
+    module = SimpleNamespace(
+        get_device_properties=lambda device: properties, is_current_stream_capturing=lambda: True
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    row = devices.DeviceType(
+        triton=True, processors="cores", generation=lambda device: "gfx942", graphs=True
+    )
+    caches = (archs.processors, archs.architecture, devices.memory_of, devices.generation_of)
+    for cache in caches:
+        cache.cache_clear()
+    monkeypatch.setitem(devices.DEVICE_TYPES, device.type, row)
+    assert choose.resolve_backend(None, rows) == "triton"
+    assert archs.processors(device) == 24
+    assert archs.architecture(device).name == "gfx942"
+    assert devices.memory_of(device) == 2**30
+    for cache in caches:
+        cache.cache_clear()

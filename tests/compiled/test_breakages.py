@@ -1,7 +1,7 @@
 """Compiled code with a barrier, a wait, a mask or a fence left out: the interpreter notices.
 
 The breakages are in the PTX that Triton made, not in a source. One is noticed where the run ends
-with an error or gives other numbers. docs/kernels.md explains those that survive.
+with an error or gives other numbers. tests/ptx/README.md explains those that survive.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from support.versions import TRITON
 
 from fusedce.backends.triton import launch
 
-# Kinds of which some are harmless: see docs/kernels.md.
+# Kinds of which some are harmless: see tests/ptx/README.md.
 SOME_SURVIVE = {
     "bar.sync left out", "fence.proxy.async left out", "a load without its mask",
     "cp.async.commit_group left out", "a copy of rows that are not there",

@@ -175,8 +175,8 @@ def test_a_bad_label_reads_nothing_out_of_bounds(on):
     assert lse.isnan().nonzero().tolist() == [[5]]
 
 
-def test_the_script_of_the_developers_page_runs():
-    page = (ROOT / "docs" / "kernels.md").read_text()
+def test_the_script_of_the_readme_runs():
+    page = (ROOT / "tests" / "ptx" / "README.md").read_text()
     (script,) = re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     env = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)

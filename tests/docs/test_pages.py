@@ -45,10 +45,8 @@ def test_the_snippets_of_a_page_run(name, tmp_path, monkeypatch):
 def test_every_block_says_its_language(name):
     """A block of Python without a tag would be neither coloured nor run."""
     tags = [tag for tag, _ in FENCE.findall(TEXTS[name])]
-    assert set(tags) <= {"python", " {.python}", "py", "bash", "text", "diff"}
+    assert set(tags) <= {"python", " {.python}", "bash", "text", "diff"}
     assert tags.count(" {.python}") == len(INCLUDED.findall(TEXTS[name]))
-    if "py" in tags:  # runs in a process of its own: tests/compiled does it
-        assert name == "kernels.md"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
@@ -133,6 +131,9 @@ def test_every_message_of_the_package_is_collected(monkeypatch):
     texts = " ".join(text for _, _, text in found)
     for words in ("weight must be", "is no folder, file, class or model type"):
         assert words in texts
+    page = "\n".join(hooks._table())
+    assert page.count("\n    | ") >= len(found)
+    assert "fusedce." not in " ".join(re.findall(r'\?\?\? note "(.*)"', page))
 
 
 def test_the_api_page_has_every_public_name():

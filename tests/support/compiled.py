@@ -36,6 +36,7 @@ def backend_on(name: str):
     TF32; and ``small_calls``, a switch: few tokens are computed by chunks until it is closed.
     """
     from fusedce.backends import choose
+    from fusedce.backends.devices import DEVICE_TYPES
     from fusedce.backends.triton import archs, head_gradients, launch
 
     row = archs.BY_NAME[name]
@@ -51,7 +52,7 @@ def backend_on(name: str):
             (choose, "why_not_triton", lambda *_: None),
             (archs, "architecture", lambda _: device.row),
             (archs, "processors", lambda _: 3),
-            (launch, "_cuda", lambda _: True),
+            (launch, "type_of", lambda _: DEVICE_TYPES["cuda"]),
             (launch, "tf32_allowed", lambda: device.tf32),
         ):
             stack.enter_context(mock.patch.object(of, attribute, value))

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from ...contract.problem import acc_dtype
+from ..devices import type_of
 
 _BLOCK = 2**22  # elements of a product that waits in memory of its own to be added
 
@@ -93,7 +94,7 @@ def widens(name: str, device: torch.device, dtype: torch.dtype) -> bool:
     and gave a wrong result (pytorch issue 154086), so a product of small whole numbers, which is
     exact, is compared. The one wait of a process is here.
     """
-    if device.type != "cuda":
+    if not type_of(device).wide_products:
         return False
     whole = torch.arange(256, device=device).view(16, 16) % 13 - 6
     x, out = whole.to(dtype), torch.ones(16, 16, device=device, dtype=torch.float32)

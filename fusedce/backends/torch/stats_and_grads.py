@@ -23,11 +23,11 @@ from torch import Tensor
 from ...contract.labels import used_tokens
 from ...contract.objective import LogitGrad, Stats
 from ...contract.problem import Outputs, Problem, Projection, acc_dtype
+from ..devices import memory_of
 from ..gradients import (
     Dtypes,
     Gradients,
     check_budget,
-    memory_of,
     sizes_of,
 )
 from ..plan import CPU_BUDGET, device_budget, most_classes, plan_tiles

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from .. import plan
+from ..devices import Generation, generation_of, type_of
 
 KiB = 1024
 EVERY_H = 2**31
@@ -60,8 +61,7 @@ class Architecture(NamedTuple):
     two_bytes: Walks  # bf16, fp16
     four_bytes: Walks
     shared_limit: int = 0  # bytes a program may use
-    capabilities: tuple[tuple[int, int], ...] = ()  # of CUDA devices
-    gcn: tuple[str, ...] = ()  # of ROCm devices
+    generations: tuple[Generation, ...] = ()  # of devices: `backends/devices.py`
     exp_block_v: int = plan.EXP_BLOCK_V  # classes of a row that share one maximum in training
     token_warps: int = 4  # of the kernel that makes a tile's gradient token by token
     divergence_block_v: int = 1024  # two rows at once, and the divergence between them
@@ -71,7 +71,7 @@ class Architecture(NamedTuple):
         """Triton's (backend, arch, warp size)."""
         if self.name.startswith("sm_"):
             return "cuda", int(self.name[3:]), 32
-        return ("hip", self.name, 64) if self.gcn else None
+        return ("hip", self.name, 64) if self.name.startswith("gfx") else None
 
     def walks(self, element_size: int) -> Walks:
         """Blocks for inputs of ``element_size`` bytes."""
@@ -167,7 +167,7 @@ _ADA = Architecture(
     _ADA_FOUR,
     shared_limit=99 * KiB,
     divergence_block_v=256,  # with 512, uneven jsd spills
-    capabilities=((8, 6),),
+    generations=((8, 6),),
 )
 
 ARCHITECTURES = (
@@ -176,36 +176,36 @@ ARCHITECTURES = (
         _AMPERE_TWO,
         _FOUR_BYTES,
         shared_limit=163 * KiB,
-        capabilities=((8, 0), (8, 7)),
+        generations=((8, 0), (8, 7)),
     ),
     Architecture(
         "sm_90",
         _HOPPER_TWO,
         _FOUR_BYTES,
         shared_limit=227 * KiB,
-        capabilities=((9, 0),),
+        generations=((9, 0),),
     ),
     Architecture(
         "sm_100",
         _BLACKWELL_TWO,
         _BLACKWELL_FOUR,
         shared_limit=227 * KiB,
-        capabilities=((10, 0), (10, 3)),
+        generations=((10, 0), (10, 3)),
     ),
     _ADA,
-    _ADA._replace(name="sm_89", capabilities=((8, 9),)),
+    _ADA._replace(name="sm_89", generations=((8, 9),)),
     _ADA._replace(
         name="sm_120",
         two_bytes=_ADA_TWO._replace(gemm_up_to=EVERY_H),
         token_warps=8,  # with 4, float32 spills 8 bytes
-        capabilities=((12, 0), (12, 1)),
+        generations=((12, 0), (12, 1)),
     ),
     Architecture(
         "gfx942",
         _OTHER_TWO._replace(forward=Blocks(256, 128, 64, 8, 2)),
         _OTHER_FOUR,
         shared_limit=64 * KiB,
-        gcn=("gfx90a", "gfx942", "gfx950"),
+        generations=("gfx90a", "gfx942", "gfx950"),
     ),
     Architecture("other", _OTHER_TWO, _OTHER_FOUR),
     Architecture(
@@ -224,12 +224,7 @@ def architecture(device: torch.device) -> Architecture:
     """The row of ``device``."""
     if device.type == "cpu":
         return BY_NAME["interpreter"]
-    capability, gcn = None, None
-    if device.type == "cuda" and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(device)
-    elif device.type == "cuda":
-        gcn = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-    fitting = (row for row in ARCHITECTURES if capability in row.capabilities or gcn in row.gcn)
+    fitting = (row for row in ARCHITECTURES if generation_of(device) in row.generations)
     return next(fitting, BY_NAME["other"])
 
 
@@ -239,8 +234,7 @@ def processors(device: torch.device) -> int:
     if device.type == "cpu":
         return 3  # of the interpreter: several tiles for each
     properties = torch.get_device_module(device).get_device_properties(device)
-    name = "gpu_subslice_count" if device.type == "xpu" else "multi_processor_count"
-    return int(getattr(properties, name))
+    return int(getattr(properties, type_of(device).processors))
 
 
 def vocabulary_splits(V: int, blocks: Blocks) -> tuple[int, int]:

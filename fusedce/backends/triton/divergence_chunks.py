@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ...contract.problem import KINDS, Divergence, Outputs, Problem
 from ...kernels.divergence_rows import EDGE, divergence_rows_kernel
+from ..devices import capturing
 from ..gradients import Gradients, Summed, allocate, saved_grad_dtypes, sizes_of
 from ..plan import FEW_CHUNKS, Plan, choose_plan, multiple_of_16, power_of_2
 from . import archs
 from .head_gradients import add_to_bias
 from .launch import (
-    capturing,
     compact,
     device_guard,
     launch_grid,

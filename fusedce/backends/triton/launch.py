@@ -20,6 +20,7 @@ from ...contract.labels import bad_label_message
 from ...contract.problem import Problem, Projection
 from ...kernels.compact import compact_kernel
 from ...kernels.walk import EXPONENTIALS, STATISTICS, SUMS, walk_kernel
+from ..devices import type_of
 from ..gradients import is_row_major
 from ..plan import multiple_of_16
 from .archs import Blocks, vocabulary_splits
@@ -145,11 +146,8 @@ def warn_once(what: str) -> None:
 
 def input_precision(x: Tensor) -> str:
     """Precision of the kernels' products: TF32 for float32 where torch's own products use it."""
-    return "tf32" if x.dtype == torch.float32 and _cuda(x.device) and tf32_allowed() else "ieee"
-
-
-def _cuda(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None
+    tf32 = x.dtype == torch.float32 and type_of(x.device).tf32 and tf32_allowed()
+    return "tf32" if tf32 else "ieee"
 
 
 def tf32_allowed() -> bool:
@@ -226,11 +224,6 @@ def device_guard(device: torch.device) -> AbstractContextManager[object]:
     if device.type == "cpu":
         return nullcontext()
     return getattr(torch, device.type).device(device)
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is captured: nothing may wait then, so all rows are computed."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def launch_grid(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..devices import type_of
 from .launch import warn_once
 
 
@@ -33,7 +34,7 @@ def widens(operation: object, device: torch.device, dtype: torch.dtype) -> bool:
     and gave a wrong result (pytorch issue 154086), so a product of small whole numbers, which is
     exact, is compared.
     """
-    if device.type != "cuda":
+    if not type_of(device).wide_products:
         return False
     whole = torch.arange(256, device=device).view(16, 16) % 13 - 6
     x, out = whole.to(dtype), torch.ones(16, 16, device=device, dtype=torch.float32)

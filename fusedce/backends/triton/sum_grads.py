@@ -25,6 +25,7 @@ from ...contract.problem import Outputs, Problem, Projection
 from ...kernels.softmax_grad import exp_tile_kernel, label_logit_kernel, softmax_rows_kernel
 from ...kernels.tile import LOG2E
 from ...kernels.walk import EXPONENTIALS
+from ..devices import capturing
 from ..gradients import Gradients, Summed, allocate, saved_grad_dtypes, sizes_of
 from ..plan import FEW_CHUNKS, TILES, Plan, choose_plan, multiple_of_16, power_of_2
 from . import archs
@@ -37,7 +38,6 @@ from .head_gradients import (
 )
 from .launch import (
     Rows,
-    capturing,
     compact,
     device_guard,
     has_options,

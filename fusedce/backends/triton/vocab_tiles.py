@@ -16,11 +16,11 @@ from torch import Tensor
 from ...contract.objective import LogitGrad
 from ...contract.problem import Outputs, Problem
 from ...kernels.softmax_grad import token_grad_kernel
+from ..devices import capturing
 from ..gradients import Dtypes, Gradients, sizes_of
 from ..plan import multiple_of_16, plan_tiles, power_of_2
 from .head_gradients import Head, add_label_grads, add_to_bias
 from .launch import (
-    capturing,
     compact,
     device_guard,
     launch_grid,
