@@ -133,8 +133,8 @@ class Exchange:
         self.has_failed = False
         group = self.ranks.group()
         at = _CPU if group is None else agreement.device_for(group, _CPU)
-        # As bits in int64: one collective carries numbers, settings and words, and every rank adds up
-        # the same numbers in the same order.
+        # As bits in int64: one collective carries numbers, settings and words, and every rank adds
+        # up the same numbers in the same order.
         floats = struct.pack(f"{_NUMBERS}d", *values, *[0.0] * (_NUMBERS - len(values)))
         numbers = [*struct.unpack(f"{_NUMBERS}q", floats), micro]
         # (A tensor made on a GPU would wait for all work before it.)

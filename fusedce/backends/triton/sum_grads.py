@@ -391,8 +391,8 @@ class _TiledChunks(_Chunks):
     def add(self, h: Tensor, y: Tensor, first: int, grads: Gradients) -> None:
         """Compute the chunk's losses, and add its gradients to ``grads``, but for the labels'."""
         V, C, T = len(self.weight), len(h), self.classes
-        # Known before the first tile: with a running maximum, as attention has, both gradients would
-        # be rescaled tile by tile.
+        # Known before the first tile: with a running maximum, as attention has, both gradients
+        # would be rescaled tile by tile.
         lse = self._statistics(h, y, first)
         alpha = self.outer / self.grad_scale
         factors = self.factors[:C]
