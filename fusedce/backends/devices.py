@@ -74,3 +74,27 @@ def capturing(device: torch.device) -> bool:
     if not type_of(device).graphs:
         return False
     return bool(torch.get_device_module(device).is_current_stream_capturing())
+
+
+@functools.cache
+def widens(name: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether ``torch.mm`` or ``torch.addmm`` has a float32 result there, and the right one.
+
+    CUDA's ``mm`` has it, and ``addmm`` from torch 2.11 on. An earlier ``addmm`` took ``out_dtype``
+    and gave a wrong result (pytorch issue 154086), so a product of small whole numbers, which is
+    exact, is compared. The one wait of a process is here.
+    """
+    if not type_of(device).wide_products:
+        return False
+    whole = torch.arange(256, device=device).view(16, 16) % 13 - 6
+    x, out = whole.to(dtype), torch.ones(16, 16, device=device, dtype=torch.float32)
+    exact = x.float() @ x.float()
+    try:
+        if name == "mm":
+            torch.mm(x, x, out_dtype=torch.float32, out=out)
+        else:
+            torch.addmm(out, x, x, out_dtype=torch.float32, out=out)
+            exact += 1
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    return torch.equal(out, exact)

@@ -24,14 +24,13 @@ On a CPU, products of widened operands have full precision (float64 under "mediu
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...contract.problem import acc_dtype
-from ..devices import type_of
+from ..devices import widens
 
 _BLOCK = 2**22  # elements of a product that waits in memory of its own to be added
 
@@ -84,30 +83,6 @@ class Products(NamedTuple):
 def on_cpu(x: Tensor) -> bool:
     """Whether ``x`` is read without a wait, and a tile of logits stays in a cache."""
     return x.device.type == "cpu"
-
-
-@functools.cache
-def widens(name: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether ``torch.mm`` or ``torch.addmm`` has a float32 result there, and the right one.
-
-    CUDA's ``mm`` has it, and ``addmm`` from torch 2.11 on. An earlier ``addmm`` took ``out_dtype``
-    and gave a wrong result (pytorch issue 154086), so a product of small whole numbers, which is
-    exact, is compared. The one wait of a process is here.
-    """
-    if not type_of(device).wide_products:
-        return False
-    whole = torch.arange(256, device=device).view(16, 16) % 13 - 6
-    x, out = whole.to(dtype), torch.ones(16, 16, device=device, dtype=torch.float32)
-    exact = x.float() @ x.float()
-    try:
-        if name == "mm":
-            torch.mm(x, x, out_dtype=torch.float32, out=out)
-        else:
-            torch.addmm(out, x, x, out_dtype=torch.float32, out=out)
-            exact += 1
-    except (RuntimeError, NotImplementedError, TypeError):
-        return False
-    return torch.equal(out, exact)
 
 
 def _reduced_precision() -> bool:

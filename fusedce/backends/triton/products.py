@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..devices import type_of
+from ..devices import widens
 from .launch import warn_once
 
 
@@ -17,37 +17,13 @@ def product(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
     """The function to call with ``(a, b, out=c)`` for ``c = a @ b`` in float32."""
     if dtype == torch.float32:
         return torch.mm
-    widens(torch.addmm, device, dtype)  # asked now: later a graph's capture may not wait for it
-    if widens(torch.mm, device, dtype):
+    widens("addmm", device, dtype)  # asked now: later a graph's capture may not wait for it
+    if widens("mm", device, dtype):
         return functools.partial(torch.mm, out_dtype=torch.float32)
     if device.type != "cpu":
         kind = str(dtype).removeprefix("torch.")
         warn_once(f"torch has no {kind} product with float32 result on {device}: float32 is used")
     return lambda a, b, *, out: torch.mm(a.float(), b.float(), out=out)
-
-
-@functools.cache
-def widens(operation: object, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether ``torch.mm`` or ``torch.addmm`` has an ``out_dtype`` there, and is right.
-
-    CUDA has it; ``addmm`` with a float32 addend from torch 2.11 on. An earlier ``addmm`` took it
-    and gave a wrong result (pytorch issue 154086), so a product of small whole numbers, which is
-    exact, is compared.
-    """
-    if not type_of(device).wide_products:
-        return False
-    whole = torch.arange(256, device=device).view(16, 16) % 13 - 6
-    x, out = whole.to(dtype), torch.ones(16, 16, device=device, dtype=torch.float32)
-    exact = x.float() @ x.float()
-    try:
-        if operation is torch.mm:
-            torch.mm(x, x, out_dtype=torch.float32, out=out)
-        else:
-            torch.addmm(out, x, x, out_dtype=torch.float32, out=out)
-            exact += 1
-    except (RuntimeError, NotImplementedError, TypeError):
-        return False
-    return out.equal(exact)
 
 
 def scaled_by(h: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -79,7 +55,7 @@ def add_product(
     dtype, device, H = b.dtype, b.device, b.shape[1]
     same = total.dtype == dtype
     wide = total.dtype == torch.float32
-    if largest is None and (same or (wide and widens(torch.addmm, device, dtype))):
+    if largest is None and (same or (wide and widens("addmm", device, dtype))):
         # Added in the product's epilogue: half the traffic of a product that is added later.
         asked = {} if same else {"out_dtype": torch.float32}
         torch.addmm(total, a, b, beta=0 if first else 1, alpha=factor, out=total, **asked)
