@@ -248,7 +248,8 @@ def walk_kernel(
     if temperature is not None:
         t_row = tl.load(temperature + row, mask=mask_n, other=1.0)
 
-    # Phase 1: the tiles of this split.
+    # Phase 1: the tiles of this split. Blocks of rows alone would not fill a GPU; and programs that
+    # run at a time read the same rows of the head, from L2.
     begin = split * tiles_per_split * BLOCK_V
     end = tl.minimum(begin + tiles_per_split * BLOCK_V, V)
     m = tl.full((BLOCK_N,), NO_REFERENCE if EPILOGUE == SUMS else float("-inf"), dtype=tl.float32)
@@ -277,6 +278,7 @@ def walk_kernel(
                 z, slope, row, mask_n, exps, maxima, sums, best, z_label, factors, start_v, width,
                 stride_ec, stride_split, GRAD_SCALE, BLOCK_V,
             )  # fmt: skip
+    # The label's logit is a product of its own: every tile would have to look for it otherwise.
     if EPILOGUE != EXPONENTIALS:
         at = split * stride_split + offs_n
         tl.store(maxima + at, m, mask=mask_n)

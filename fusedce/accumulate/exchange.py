@@ -133,6 +133,8 @@ class Exchange:
         self.has_failed = False
         group = self.ranks.group()
         at = _CPU if group is None else agreement.device_for(group, _CPU)
+        # As bits in int64: one collective carries numbers, settings and words, and every rank adds
+        # up the same numbers in the same order.
         floats = struct.pack(f"{_NUMBERS}d", *values, *[0.0] * (_NUMBERS - len(values)))
         numbers = [*struct.unpack(f"{_NUMBERS}q", floats), micro]
         # (A tensor made on a GPU would wait for all work before it.)
@@ -168,6 +170,7 @@ class Exchange:
         """Send a row; ``None`` if the other ranks hear of ``error`` without it."""
         if (group := self.ranks.group()) is None:
             return Pending(self, purpose, row[None])
+        # A group of its own: in the engine's, a message could meet a gradient's all-reduce.
         with self.waiting(purpose):
             own = agreement.own_group(group, error)
         if isinstance(own, Exception):

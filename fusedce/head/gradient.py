@@ -94,6 +94,8 @@ def _own_rows(grad: Tensor, like: Tensor) -> Tensor:
         return torch.autograd.grad(whole(leaf), leaf, grad)[0]
 
 
+# A gradient carries these, and no table beside the graph: hooks and `retain_grad` see one at every
+# node, and autograd itself adds up those of several losses.
 class Part:
     """One loss's part of the gradients of linear calls, computed when it is first asked for."""
 
@@ -109,6 +111,7 @@ class Part:
 
 def _sum(parts: list[Part], call: LinearCall) -> Gradients:
     """The sum of several losses' gradients, added one at a time into those of the first."""
+    # Ready gradients first: they may be written into, and others are then never held beside them.
     first, *others = sorted(parts, key=lambda part: not part.ready)
     total = first.take(call)
     for part in others:
@@ -195,6 +198,7 @@ class LazyGradient(LazyLogits):
 
 def _is_called_by(nodes: frozenset[int]) -> bool:
     """Whether one of these autograd nodes calls the operator, and no code that it runs."""
+    # By number: a node of another graph, of a checkpoint say, has a number of its own.
     node: Any = torch._C._current_autograd_node()
     return caller.get() == AUTOGRAD and node is not None and node._sequence_nr() in nodes
 

@@ -29,6 +29,7 @@ from .linear_call import NO_TORCH_FUNCTION, Expr, Memory
 from .rules import RULES, indexed_dims, is_mask
 
 T: Any = torch.Tensor
+# A variable of the context, since backward runs in threads of its own, beside a user's.
 # Who calls operators of lazy tensors: a node of autograd, code, or another subclass of tensors,
 # which converts results and so needs real ones.
 AUTOGRAD, CODE, SUBCLASS = range(3)

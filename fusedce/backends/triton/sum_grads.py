@@ -59,6 +59,7 @@ def loss_and_grads(problem: Problem, wanted: Outputs, argmax: Tensor | None) -> 
     with device_guard(device):
         packed, dtypes = compact(problem), saved_grad_dtypes(problem)
         raise_on_cpu(packed.n_valid, problem)
+        # The count is worth a wait: of a padded batch half the rows are ignored, and cost nothing.
         n, outer, factor = rows_and_factor(problem, packed)
         gemm = _gemm_blocks(problem, wanted)
         blocks = {
@@ -390,6 +391,8 @@ class _TiledChunks(_Chunks):
     def add(self, h: Tensor, y: Tensor, first: int, grads: Gradients) -> None:
         """Compute the chunk's losses, and add its gradients to ``grads``, but for the labels'."""
         V, C, T = len(self.weight), len(h), self.classes
+        # Known before the first tile: with a running maximum, as attention has, both gradients
+        # would be rescaled tile by tile.
         lse = self._statistics(h, y, first)
         alpha = self.outer / self.grad_scale
         factors = self.factors[:C]

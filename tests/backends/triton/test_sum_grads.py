@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.bounds import SAME_SUMS, logit_rounding
+from support.device import exponentials_by
 from support.params import slow
 
 import fusedce
@@ -97,17 +98,18 @@ def zipf_inputs():
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])
-@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("way", ["chunks", "tiles", "tiles by one GEMM"])
 @pytest.mark.parametrize("logits", ["flat", "peaked", "Zipf"])
-def test_few_chunks_and_their_tiles_err_no_more_than_eager(monkeypatch, logits, tiles, chunks):
+def test_few_chunks_and_their_tiles_err_no_more_than_eager(monkeypatch, logits, way, chunks):
     """Each chunk rounds the weight's gradient once, which at most four chunks do."""
     drawn = {"flat": (1, 0.0), "peaked": (8, 0.6)}
     hidden, weight, labels = (
         zipf_inputs() if logits == "Zipf" else inputs(torch.bfloat16, *drawn[logits])
     )
-    make = plan.tiled_chunks if tiles else plan.chunked
+    make = plan.chunked if way == "chunks" else plan.tiled_chunks
     monkeypatch.setattr(sum_grads, "choose_plan", lambda call, **_: make(call, 100 // chunks, 256))
-    found, exact = gradients(Problem(hidden, weight, labels))
+    with exponentials_by("GEMM" in way):
+        found, exact = gradients(Problem(hidden, weight, labels))
     x = [hidden.requires_grad_(), weight.requires_grad_()]
     eager = torch.nn.functional.cross_entropy(torch.nn.functional.linear(*x).float(), labels)
     for a, b, c in zip(found, exact, torch.autograd.grad(eager, x), strict=False):
