@@ -535,6 +535,8 @@ def tables(data: dict[str, Any], page: Path | None) -> None:
     """Print the suites as Markdown, or write them into the page's places ``<!-- gpu SUITE -->``."""
     rows = over_products(data["rows"])
     known = ", ".join(f"{k} {v}" for k, v in data["versions"].items() if v != "not installed")
+    if page is not None:
+        put(page, "gpu versions", f"{data['device']}; {known}")
     for suite in dict.fromkeys(row["suite"] for row in rows):
         mine = [row for row in rows if row["suite"] == suite]
         cells = [
@@ -553,9 +555,7 @@ def tables(data: dict[str, Any], page: Path | None) -> None:
         ]
         dates = sorted({row["date"] for row in mine})
         of = ", ".join(of_commit(c) for c in sorted({row["commit"] for row in mine}))
-        body = (
-            f"{markdown(cells, once=('N, H, V',))}\n\n{data['device']}; {known}; {dates[-1]}; {of}"
-        )
+        body = f"{markdown(cells, once=('N, H, V',))}\n\n{data['device']}; {dates[-1]}; {of}"
         if page is None:
             print(f"\n## {suite}\n\n{body}")
         elif f"<!-- gpu {suite} -->" in page.read_text():
