@@ -103,6 +103,7 @@ def main(fused, seq_len=24, tied=False, parallelism=None, batches=(2, 2)):
             metrics=metrics.MetricsProcessor.Config(log_freq=1),
         )  # fmt: skip
         config.debug.seed = 0
+        config.debug.spmd_typechecking = bool(os.environ.get("TYPES"))
         trainer = config.build()
         for module in trainer.model_parts[0].modules():
             if isinstance(module, FSDPModule):
@@ -110,6 +111,9 @@ def main(fused, seq_len=24, tied=False, parallelism=None, batches=(2, 2)):
 
         def keep(step, mean, largest, norm, **more):
             logged.append((mean, norm))
+        if os.environ.get("WHAT"):
+            w = trainer.model_parts[-1].lm_head.weight
+            print("WHAT", type(w), w.shape, getattr(w, "device_mesh", None), getattr(w, "placements", None))
 
         trainer.metrics_processor.log = keep
         trainer.train()
