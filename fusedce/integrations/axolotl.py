@@ -1,7 +1,5 @@
 """Axolotl's plug-in: ``plugins: [fusedce.integrations.axolotl.FusedCEPlugin]`` in the YAML."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin, PluginManager
@@ -11,41 +9,41 @@ from pydantic import BaseModel
 from fusedce import FusedTrainerMixin, audit, head_report, replace_loss_head
 
 LOG = get_logger(__name__)
+OTHER_LOSSES = ("rl", "reward_model", "process_reward_model")
 
 
 class FusedCEArgs(BaseModel):
-    """What the YAML may set; ``fusedce_audit`` is for a few steps, as :func:`fusedce.audit`."""
+    """Keys of the YAML: bytes that the loss may hold; whether to audit the run (a few steps)."""
 
-    fusedce_memory_budget: int | None = None  # bytes
+    fusedce_memory_budget: int | None = None
     fusedce_audit: bool = False
 
 
 class FusedCEPlugin(BasePlugin):
     """The model's loss without logits, and one denominator for an optimizer step.
 
-    The head is replaced once adapters are loaded, and a report of it is logged after training. The
-    trainer is Axolotl's own behind :class:`fusedce.FusedTrainerMixin`, unless the YAML or another
-    plug-in names one. Preferences, reinforcement and rewards (``rl``, ``reward_model``,
-    ``process_reward_model``) are left alone.
+    The head is replaced after adapters are loaded. Axolotl's trainer gets
+    :class:`fusedce.FusedTrainerMixin`, unless the YAML or another plug-in names a trainer. With
+    ``rl``, ``reward_model`` or ``process_reward_model`` the plug-in does nothing.
     """
 
-    has_report = False
+    is_reported = True  # Axolotl calls post_train twice
 
     def get_input_args(self) -> str:
         return f"{__name__}.{FusedCEArgs.__name__}"
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        if not _has_other_loss(cfg):
+        if not any(map(cfg.get, OTHER_LOSSES)):
             try:
                 replace_loss_head(model, memory_budget=cfg.fusedce_memory_budget)
-                self.has_report = True
+                self.is_reported = False
             except (TypeError, ValueError) as why:
                 LOG.warning("fusedce leaves the head of %s as it is: %s", type(model).__name__, why)
 
-    def get_trainer_cls(self, cfg: Any) -> Any:
+    def get_trainer_cls(self, cfg: Any) -> type | None:
         others = [p for p in PluginManager.get_instance().plugins.values() if p is not self]
         named = cfg.trainer_cls or any(p.get_trainer_cls(cfg) for p in others)
-        if named or _has_other_loss(cfg) or cfg.model_config_type == "mamba":
+        if named or cfg.model_config_type == "mamba" or any(map(cfg.get, OTHER_LOSSES)):
             return None
         from axolotl.core.trainers import AxolotlTrainer
 
@@ -55,11 +53,7 @@ class FusedCEPlugin(BasePlugin):
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
         return [audit(trainer.model).callback()] if cfg.fusedce_audit else []
 
-    def post_train(self, cfg: Any, model: Any) -> None:  # Axolotl calls it twice
-        if self.has_report:
+    def post_train(self, cfg: Any, model: Any) -> None:
+        if not self.is_reported:
             LOG.info("%s", head_report(model))
-        self.has_report = False
-
-
-def _has_other_loss(cfg: Any) -> bool:
-    return bool(cfg.rl or cfg.reward_model or cfg.process_reward_model)
+        self.is_reported = True

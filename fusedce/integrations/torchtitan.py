@@ -1,7 +1,5 @@
 """torchtitan's loss through the model's own head, without logits: ``loss=FusedCELoss.Config()``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

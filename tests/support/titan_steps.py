@@ -1,26 +1,26 @@
 """Three steps of torchtitan's Trainer on the CPUs of some ranks: what it logs, as a line of JSON.
 
-    torchrun --nproc-per-node 2 titan_steps.py '{"fused": true, "seq_len": 27, ...}'
+    python -m torch.distributed.run --nproc-per-node 2 titan_steps.py '{"loss": "fused", ...}'
 
-``parallelism`` has fields of torchtitan's; ``tied`` ties the weights of embedding and head.
+Other names are those of ``main`` and of torchtitan's ``ParallelismConfig``.
 """
 
 import dataclasses
 import json
-import os
 import sys
 import tempfile
 import types
 
 sys.path.pop(0)  # this folder has a statistics.py
 
-import torch  # noqa: E402
+import torch
 
 torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan names the GPU of a machine
 torch.cpu.set_device = lambda device: None
 
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
-from torchtitan.components import dataloader, loss, metrics, optimizer, tokenizer  # noqa: E402
+from torchtitan.components import dataloader, metrics, optimizer, tokenizer  # noqa: E402
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss  # noqa: E402
 from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.distributed import utils  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
@@ -78,32 +78,34 @@ class Words(tokenizer.BaseTokenizer):
     decode = get_vocab_size = encode
 
 
-def main(fused, seq_len=24, tied=False, parallelism=None, batches=(2, 2)):
+def main(loss, seq_len=27, batches=(2, 4), tied=False, typechecked=False, **parallelism):
     spec = model_registry("debugmodel")
     spec.model.layers = spec.model.layers[:2]
     for layer in spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     spec.model.enable_weight_tying = tied
-    stock = loss.ChunkedLossWrapper.Config(
-        num_chunks=4, loss_fn=loss.CrossEntropyLoss.Config(global_vocab_size=V)
-    )
-    plain = loss.CrossEntropyLoss.Config(global_vocab_size=V)
-    ours = FusedCELoss.Config()
+    losses = {
+        "fused": FusedCELoss.Config(),
+        "chunked": ChunkedLossWrapper.Config(
+            loss_fn=CrossEntropyLoss.Config(global_vocab_size=V), num_chunks=8
+        ),
+        "plain": CrossEntropyLoss.Config(),
+    }
     logged = []
     with tempfile.TemporaryDirectory() as folder:
         config = Trainer.Config(
-            loss={"fused": ours, "chunked": stock, "plain": plain}[fused],
+            loss=losses[loss],
             model_spec=spec, dump_folder=folder, tokenizer=Words.Config(), dataloader=Rows.Config(),
             optimizer=optimizer.default_adamw(lr=1e-3),
             training=TrainingConfig(
                 local_batch_size=batches[0], global_batch_size=batches[1], seq_len=seq_len, steps=3,
                 mixed_precision_param="float32", disable_cuda_graphs=True,
             ),
-            parallelism=ParallelismConfig(**(parallelism or {})),
+            parallelism=ParallelismConfig(**parallelism),
             metrics=metrics.MetricsProcessor.Config(log_freq=1),
         )  # fmt: skip
         config.debug.seed = 0
-        config.debug.spmd_typechecking = bool(os.environ.get("TYPES"))
+        config.debug.spmd_typechecking = typechecked
         trainer = config.build()
         for module in trainer.model_parts[0].modules():
             if isinstance(module, FSDPModule):
@@ -111,20 +113,14 @@ def main(fused, seq_len=24, tied=False, parallelism=None, batches=(2, 2)):
 
         def keep(step, mean, largest, norm, **more):
             logged.append((mean, norm))
-        if os.environ.get("WHAT"):
-            w = trainer.model_parts[-1].lm_head.weight
-            print("WHAT", type(w), w.shape, getattr(w, "device_mesh", None), getattr(w, "placements", None))
 
         trainer.metrics_processor.log = keep
         trainer.train()
         trainer.close()
-    head = trainer.model_parts[-1].lm_head
-    report = None if head is None else fusedce.head_report(head)
     if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-        found = {"logged": logged}
-        if report:
-            found |= {"fused": report.losses_fused, "made": report.logits_made}
-        print(json.dumps(found))
+        report = fusedce.head_report(trainer.model_parts[-1].lm_head)
+        counts = {"fused": report.losses_fused, "made": report.logits_made}
+        print(json.dumps({"logged": logged, **counts}))
     torch.distributed.destroy_process_group()
 
 
