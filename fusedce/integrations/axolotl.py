@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from fusedce import FusedTrainerMixin, audit, head_report, replace_loss_head
 
-LOG = get_logger(__name__)
+LOG = get_logger(f"axolotl.{__name__}")  # under other names, Axolotl shows warnings alone
 OTHER_LOSSES = ("rl", "reward_model", "process_reward_model")
 
 
