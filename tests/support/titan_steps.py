@@ -89,7 +89,7 @@ def main(loss, seq_len=27, batches=(2, 4), tied=False, typechecked=False, **para
         "chunked": ChunkedLossWrapper.Config(
             loss_fn=CrossEntropyLoss.Config(global_vocab_size=V), num_chunks=8
         ),
-        "plain": CrossEntropyLoss.Config(),
+        "plain": CrossEntropyLoss.Config(global_vocab_size=V),
     }
     logged = []
     with tempfile.TemporaryDirectory() as folder:
