@@ -1,0 +1,1 @@
+"""Plug-ins of training frameworks, which import them; ``import fusedce`` never does."""
