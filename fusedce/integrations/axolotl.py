@@ -6,7 +6,7 @@ from axolotl.integrations.base import BasePlugin, PluginManager
 from axolotl.utils.logging import get_logger
 from pydantic import BaseModel
 
-from fusedce import FusedTrainerMixin, audit, head_report, replace_loss_head
+from .. import FusedTrainerMixin, audit, head_report, replace_loss_head
 
 LOG = get_logger(f"axolotl.{__name__}")  # under other names, Axolotl shows warnings alone
 OTHER_LOSSES = ("rl", "reward_model", "process_reward_model")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, ChunkedLossWrapper
 
-from fusedce import replace_loss_head
+from .. import replace_loss_head
 
 
 class FusedCELoss(ChunkedLossWrapper):  # torchtitan's Trainer gives its head to this class alone

@@ -287,7 +287,7 @@ def error_of_exact(grad):
     return distance(grad, weight_and_grad(batches([3, 5]))[1])
 
 
-@pytest.mark.parametrize("factor", [0.25, 100.0])
+@pytest.mark.parametrize("factor", [0.25, 1.001, 100.0])
 @WAYS
 def test_a_factor_after_scale_is_named(streaming, factor):
     weight = new_weight()

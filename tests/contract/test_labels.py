@@ -72,6 +72,13 @@ def test_narrow_positions_do_not_wrap_at_a_border(dtype):
     assert count_valid(labels, position_ids=positions.to(dtype)) == n
 
 
+def test_a_target_whose_position_is_not_the_next_one_does_not_count():
+    """Documents may begin past 0, where their first tokens were cut off."""
+    labels, positions = torch.arange(10, 16)[None], torch.tensor([[0, 1, 5, 6, 6, 9]])
+    found = shift_labels(labels, position_ids=positions)
+    assert found.tolist() == [[11, -100, 13, -100, -100, -100]]
+
+
 def test_count_is_after_the_shift():
     labels = torch.tensor([[5, 6, -100], [7, -100, -100]])
     assert count_valid(labels).item() == 1

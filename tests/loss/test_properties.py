@@ -67,3 +67,28 @@ def test_the_check_can_fail():
         check(one_too_many, case)
     with pytest.raises(AssertionError):
         assert_matches_reference(scaled, max_examples=50)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "roundings"),
+    [
+        ("loss_sum", torch.float32, 10),
+        *zip(("hidden", "weight", "bias"), [torch.float32] * 3, (110, 80, 180), strict=True),
+        *zip(("hidden", "weight", "bias"), [torch.bfloat16] * 3, (4, 4, 5), strict=True),
+    ],
+)
+def test_the_check_allows_a_few_roundings(name, dtype, roundings):
+    """A tenth of so many passes; those of a float32 gradient are of its logits, too."""
+
+    def off(part, hidden, weight, labels, bias):
+        wrong = 1 + part * roundings * torch.finfo(dtype).eps
+        if name != "loss_sum":
+            given = {"hidden": hidden, "weight": weight, "bias": bias}
+            given[name].register_hook(lambda grad: grad * wrong)
+        out = fusedce.fused_ce(hidden, weight, labels, bias=bias)
+        return (out.loss_sum * wrong if name == "loss_sum" else out.loss_sum), out.n_valid
+
+    case = Case((7,), 12, 40, dtype, with_bias=True)
+    check(partial(off, 0.1), case)
+    with pytest.raises(AssertionError, match=f"{name}: error"):
+        check(partial(off, 1.0), case)

@@ -220,6 +220,7 @@ class Accelerator:
 )
 def test_ranks_that_share_a_batch_count_it_once(tmp_path, monkeypatch, n, sizes, batches, averaged):
     """The denominator: tokens of all batches, over micro-batches and averaged gradients."""
+    monkeypatch.setattr(FusedTrainer, "log_token_stats", True)
     made = FusedTrainer(model=llama(), args=arguments(tmp_path), train_dataset=Dataset())
     made.accelerator = Accelerator(made.accelerator, n)
     for kind in ("tp", "cp", "sp"):
@@ -236,3 +237,5 @@ def test_ranks_that_share_a_batch_count_it_once(tmp_path, monkeypatch, n, sizes,
     assert float(loss.detach()) / 2 / averaged == pytest.approx(
         float(total) / int(items), rel=SAME_MODEL
     )
+    seen = made._stats.logged()["num_tokens"]
+    assert seen == data["input_ids"].numel() * averaged  # this rank's, in each group
