@@ -39,7 +39,9 @@ def write(folder: Path) -> list[Path]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     about = {"license": project["license"], "upstream": project["urls"]["Homepage"]}
     source = folder / "torch-ext" / "fusedce"
-    commands = shutil.ignore_patterns("__pycache__", "cli.py", "__main__.py", "tools")
+    commands = shutil.ignore_patterns(
+        "__pycache__", "cli.py", "__main__.py", "tools", "integrations"
+    )
     shutil.copytree(ROOT / "fusedce", source, ignore=commands)
     (folder / "build.toml").write_text(BUILD.format(**about, backends=json.dumps(BACKENDS)))
     files = (path for path in sorted(source.rglob("*")) if path.is_file())

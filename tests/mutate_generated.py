@@ -31,6 +31,7 @@ FOLDERS = {
     "contract": "contract loss autograd backends",
     "autograd": "autograd loss backends",
     "backends": "backends loss autograd kernels",
+    "ranks": "loss head",
     "accumulate": "accumulate test_faults_between_ranks.py",
     "head": "head trainer",
 }

@@ -200,18 +200,22 @@ class Plan(NamedTuple):
 
 
 def choose_plan(
-    sizes: Sizes, *, chunk_tokens: int | None = None, memory_budget: int | None = None
+    sizes: Sizes,
+    *,
+    chunk_tokens: int | None = None,
+    memory_budget: int | None = None,
+    small: bool = True,
 ) -> Plan:
     """The fastest way within ``memory_budget`` bytes; without one, chunks as large as are useful.
 
-    ``chunk_tokens`` is obeyed as it is.
+    ``chunk_tokens`` is obeyed as it is. ``small``: a call that `is_small` has a way of its own.
 
     Raises:
         ValueError: the budget is less than the least possible, which the message says.
     """
     if memory_budget is None:
-        plain = sizes.triton and not sizes.fp16 and sizes.teacher is None
-        if plain and chunk_tokens is None and is_small(sizes.N, sizes.V):
+        small = small and sizes.triton and not sizes.fp16 and sizes.teacher is None
+        if small and chunk_tokens is None and is_small(sizes.N, sizes.V):
             buffers = {
                 "logits in float32": Buffer((sizes.N, multiple_of_16(sizes.V)), 4),
                 "hidden states of the rows used": Buffer((sizes.N, sizes.H), sizes.element),

@@ -239,10 +239,10 @@ on_two_ranks = ranks.together()
 @on_two_ranks
 def test_gradients_held_inside_are_refused_and_dropped(rank):
     """With no communication in a whole window, and where a window is dropped in the middle."""
-    fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    wider = MixedPrecisionPolicy(reduce_dtype=torch.float64)  # has a buffer of its own
     for make, switch in (
         (fsdp2(), "set_requires_gradient_sync"),
-        (fsdp2(mp_policy=fp32), "set_requires_gradient_sync"),
+        (fsdp2(mp_policy=wider), "set_requires_gradient_sync"),
         (hsdp, "set_requires_all_reduce"),
     ):
         model = make()

@@ -101,6 +101,7 @@ USES = {
     "functional_call": functional_call,
     "a value per row is no bias": lambda model: model(tokens(V)) + torch.arange(V)[:, None],
     "export": lambda model: torch.export.export(model, (tokens(3, 7),)).module()(tokens(3, 7)),
+    "trace": lambda model: torch.jit.trace(model, tokens(3, 7))(tokens(3, 7, seed=1)),
 }
 
 

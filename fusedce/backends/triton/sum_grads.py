@@ -70,6 +70,7 @@ def loss_and_grads(problem: Problem, wanted: Outputs, argmax: Tensor | None) -> 
             sizes_of(problem, wanted, n, dtypes, triton=True, **blocks),
             chunk_tokens=problem.chunk_tokens,
             memory_budget=problem.memory_budget,
+            small=False,  # `small_sums` leaves those with other options to chunks
         )
         C, graph = min(plan.tokens, n), capturing(device)
         every_row = n == N and not graph
