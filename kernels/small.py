@@ -2,10 +2,12 @@
 
 The float32 logits of all tokens exist, made by one product. `small_rows_kernel` takes a row each:
 its loss, and the gradient of its logits, written over them. Two products follow, and
-`small_finish_kernel` adds the labels' entries to both. As in training of many tokens
-(:mod:`fusedce.kernels.softmax_grad`) the label's entry never enters the matrix, which is rounded to
-the inputs' dtype; unlike there, exponentials are normalised before they are rounded, so the options
-of the loss are numbers in one formula.
+`small_finish_kernel` adds the rest of the labels' entries to both. The matrix is rounded to the
+inputs' dtype; what that leaves of the label's entry, far larger than the others, is added in
+float32. The rounded entry is in the product, since the head's gradient is rounded after it: a row
+of many labels nearly cancels there. Unlike in training of many tokens
+(:mod:`fusedce.kernels.softmax_grad`) exponentials are normalised before they are rounded, so the
+options of the loss are numbers in one formula.
 
 Rows are few, so that every program can read all labels: it counts them itself, and the program of
 the first row with a label adds up the hidden states of all its rows, in a fixed order.
@@ -35,12 +37,12 @@ def small_rows_kernel(
     weight,  # (V, H)
     used,  # (N, H) out, or None: hidden, and 0 in rows left out, which may hold anything
     logits,  # (N, V) fp32 raw products, rows of `width`
-    grads,  # (N, V) out, in the same memory: derivative by the products, 0 at the label
+    grads,  # (N, V) out, in the same memory: derivative by the products; float32: 0 at the label
     labels,  # (N,) int
     token_weight,  # (N,) fp32, or None
     upstream,  # () fp32: a factor of the gradients; None: 1 / valid rows
     losses,  # (N,) fp32 out, as the next: 0 in rows left out
-    label_grads,  # (N,) fp32 out: the label's derivative
+    label_grads,  # (N,) fp32 out: the label's derivative, less what grads holds of it
     n_valid,  # () int64 out: valid rows; negative code of a bad label
     factor,  # () fp32 out: the factor of the gradients
     N,
@@ -145,7 +147,10 @@ def small_rows_kernel(
     # p - 1 = -(sum of the others), which does not cancel.
     of_label = b * (own * inverse) - a * (others * inverse) - share
     of_label *= logits_slope(z_label, scale, softcap) * outer
-    tl.store(label_grads + c, of_label)
+    in_grads = 0.0  # (products of float32 may be TF32's)
+    if grads.dtype.element_ty != tl.float32:
+        in_grads = of_label.to(grads.dtype.element_ty).to(tl.float32)
+    tl.store(label_grads + c, of_label - in_grads)
 
     # Phase 4: the gradient, over the logits. A store must not overtake another thread's load.
     of_p = (a + b) * inverse
@@ -155,7 +160,8 @@ def small_rows_kernel(
         tl.debug_barrier()
         z = finish_logits(z, None, scale, softcap)
         g = (exp(z, top) * of_p - share) * logits_slope(z, scale, softcap) * outer
-        g = tl.where((offs < V) & (offs != label), g, 0.0)
+        g = tl.where(offs == label, in_grads, g)
+        g = tl.where(offs < V, g, 0.0)
         tl.store(grads + offs, g.to(grads.dtype.element_ty), mask=offs < width)
 
 

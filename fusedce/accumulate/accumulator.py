@@ -69,8 +69,8 @@ class LossAccumulator:
             the losses train. ``finish`` divides these. Errors are a step inside an open window, a
             streaming window over gradients that are not zero, gradients that FSDP2 holds inside at
             the end, and plain gradients that change between the last backward and ``finish``.
-            A list does not follow parameters that are made later. ``None``:
-            ``finish(parameters)``, nothing is watched.
+            A list does not follow parameters that are made later, and does not show what FSDP2
+            holds inside. ``None``: ``finish(parameters)``, nothing is watched.
         process_group: the ranks that hold distinct tokens: a process group or a one-dimensional
             ``DeviceMesh`` (:meth:`from_mesh` for more dimensions). ``None``: all ranks if
             ``torch.distributed`` is initialised. Replicas of the same tokens (tensor parallel)

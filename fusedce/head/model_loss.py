@@ -76,7 +76,7 @@ def model_loss(
     Where the loss is not one fused cross-entropy (DoRA on the head, several losses, no output
     head), it is the model's own mean times the number of its labels. A warning says once why no
     memory is saved, and whether a term is approximate; :func:`fusedce.head_report` repeats it. The
-    first call then runs the model up to five times more, on all ranks.
+    first call then runs the model up to six times more, on all ranks.
 
     Examples:
         >>> acc.backward(fusedce.model_loss(model, batch))  # doctest: +SKIP
@@ -303,14 +303,15 @@ def _probe(model: Any, inputs: dict[str, Any], name: str, loss: Tensor) -> tuple
             f"not count what it is a mean of: divide it by yourself (the stock Trainer)"
         )
     shift = int(name == "labels" and (first == none or (first != first and none != none)))
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return True, shift  # its labels are inputs, too
     odd = (positions % 2 == 1).expand(labels.shape).clone()
     odd[::2] &= positions % 4 == 1  # rows of other counts: a mean of rows' means differs
     n_odd, n_even = int(odd[..., shift:].sum()), int((~odd)[..., shift:].sum())
-    encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if encoder_decoder or not n_odd or not n_even:
-        return True, shift  # its labels are inputs, too
     same = abs(whole) * _SAME[loss.dtype == torch.float32]
-    of_odd, of_even = of(odd), of(~odd)
+    of_odd, of_even = of(odd), of(~odd)  # for any number of labels: ranks' forwards go together
+    if not n_odd or not n_even:
+        return True, shift
     if abs((n_odd * of_odd + n_even * of_even) / (n_odd + n_even) - whole) <= same:
         return True, shift
     if abs(of_odd + of_even - whole) <= same:

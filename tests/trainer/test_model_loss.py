@@ -187,6 +187,17 @@ def test_labels_by_another_name_are_counted_anew():
         assert int(model_loss(model, batch).n_valid) == ids.numel() - len(ids)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 9])
+def test_the_first_call_runs_the_model_as_often_for_every_length(n):
+    """Where FSDP shards it, each forward pass has collectives, and ranks have other lengths."""
+    model, passes = llama(), []
+    model.register_forward_hook(lambda *_: passes.append(n))
+    ids = torch.arange(n)[None]
+    out = model_loss(model, {"input_ids": ids, "labels": ids})
+    assert len(passes) == 7  # in training, in evaluation, four of other labels, and the loss
+    assert out.n_valid == n - 1
+
+
 def test_a_loss_that_is_a_sum_is_refused():
     with pytest.raises(ValueError, match="is a sum over its labels"):
         model_loss(Means(reduction="sum"), WHOLE)

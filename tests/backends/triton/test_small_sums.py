@@ -8,7 +8,7 @@ import torch
 from fusedce import fused_ce
 from fusedce.backends import triton as backend
 from fusedce.contract.problem import Outputs, Problem
-from fusedce.testing import Case, check
+from fusedce.testing import Case, check, reference_ce
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 BOTH = ("hidden", "weight")
@@ -119,3 +119,19 @@ def test_compiled():
     """A compiled call goes by the operator, none of whose results may share memory."""
     case = Case((8,), 16, 50, requires_grad=("hidden",), options=OPTIONS["all"])
     check(torch.compile(small, backend="aot_eager", fullgraph=True), case)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_rows_of_frequent_labels_are_rounded_once(smoothing):
+    """Hidden states share a mean, labels are as likely as the head says: a row's parts cancel."""
+    hidden = (torch.randn(16) + 0.3 * torch.randn(400, 16)).bfloat16()
+    weight = (0.05 * torch.randn(8, 16)).bfloat16()
+    labels = torch.multinomial((hidden.double() @ weight.double().T).softmax(1), 1).flatten()
+    found = []
+    for f, dtype in ((small, torch.bfloat16), (reference_ce, torch.float64)):
+        w = weight.to(dtype).requires_grad_()
+        loss = f(hidden.to(dtype), w, labels, label_smoothing=smoothing).mean()
+        found.append(torch.autograd.grad(loss, w)[0].double())
+    ours, exact = found
+    rounding = (exact.bfloat16().double() - exact).norm()
+    assert (ours - exact).norm() <= 2 * rounding
