@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 _REPOSITORY = "https://github.com/fusedce/fusedce/blob/main"
 _ERRORS = ("ValueError", "TypeError", "RuntimeError", "UserError", "ModuleNotFoundError")
 
-# What somebody sees, and the modules that say so.
+# A symptom, and the modules whose messages show it.
 _SYMPTOMS = {
     "An argument of a loss is refused": ("contract.checks", "contract.divergence", "loss"),
     "Labels, shifts or documents do not fit": ("contract.labels",),

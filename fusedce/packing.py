@@ -16,7 +16,7 @@ from torch import Tensor
 from .head.model_logprobs import model_logprobs
 from .head.model_loss import in_evaluation
 
-# What a batch of text may hold; others, such as images, belong to certain tokens.
+# A batch of text may hold these; others, such as images, belong to certain tokens.
 _OF_TEXT = {
     "input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch",
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "use_cache",
@@ -82,7 +82,7 @@ def leak_across_documents(model: Any, batch: Mapping[str, Any]) -> float | None:
 
 
 def leak_message(name: str, change: float) -> str:
-    """What is wrong with the attention of a model of this class, and what to do."""
+    """The fault of a model of this class in its attention, and its remedy."""
     return (
         f"the attention of {name} crosses the borders of packed documents: other tokens in one "
         f"change a loss in the next by {change:.2g} nats. Its position_ids restart, but its "

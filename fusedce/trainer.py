@@ -259,7 +259,7 @@ class FusedTrainerMixin:
         """The model's outputs; where a trainer's own loss runs behind the mixin, from that."""
         if not self._runs_behind:
             return model(**inputs)
-        # Of labels that Trainer smoothes it would take the model's loss away.
+        # It would take the model's loss away of labels that Trainer smoothes.
         smoother: Any = self.label_smoother
         self.label_smoother: Any = None
         try:

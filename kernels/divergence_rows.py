@@ -65,7 +65,7 @@ def add_to_sum(z, top, total):
 
 @triton.jit
 def low_part(x):
-    """What float32 drops of a float64."""
+    """The rest of a float64 that float32 drops."""
     return (x - x.to(tl.float32).to(tl.float64)).to(tl.float32)
 
 

@@ -1,4 +1,4 @@
-"""What the backends know of each type of device: one row a type.
+"""Facts about each type of device that the backends use: one row a type.
 
 To add a type, add a row to :data:`DEVICE_TYPES`. Without a row the torch backend computes, with
 operators that torch has on every device.

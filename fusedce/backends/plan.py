@@ -48,7 +48,7 @@ LEAST_TOKENS = 2048  # of a GPU's chunk by default: products of fewer tokens are
 TILED_TOKENS, WIDE_TILE, LEAST_TILE = 4096, 4096, 512
 ROW_MULTIPLE = 64  # blocks of so many tokens give a token the same bits in every batch
 _LEAST_CLASSES = 64
-# Of MKL and oneDNN, and of the allocator (measured), at most; they pack copies of small operands.
+# MKL, oneDNN and the allocator take at most this (measured); they pack copies of small operands.
 SCRATCH_CPU = 4 * MiB
 COMPARED_ELEMENTS_CPU = 2**17  # per thread, of a tile in which two heads' logits are compared
 
@@ -62,6 +62,7 @@ EXP_BLOCK_V = 2048  # vocabulary entries of a row that share one maximum in trai
 EXP_GEMM_H = 2304  # hidden size up to which one GEMM makes the exponentials, on sm_100
 MAX_SPLITS = 128  # of the vocabulary, in the pass that finds the statistics
 SMALL_TOKENS, SMALL_LOGITS = 1024, 128 * MiB  # whose float32 logits exist: see `is_small`
+FREQUENT = 128  # labels whose rows of a two-byte weight gradient are summed in float32 by Triton
 ENTRY = 80  # bytes of a token's single entry, with those of its sorted copy
 
 
@@ -130,6 +131,17 @@ class Sizes(NamedTuple):
     def accumulator(self) -> bool:
         """Whether a float32 sum of the weight gradient would not be the gradient itself."""
         return self.weight and self.element < self.acc and not self.wide_weight
+
+    def frequent(self) -> dict[str, Buffer]:
+        """Float32 sums of the most frequent labels' rows, where the gradient has two bytes."""
+        if not self.accumulator or self.fp16 or self.teacher is not None:
+            return {}
+        return {"rows of frequent labels": Buffer((min(FREQUENT, self.V), self.H), 4)}
+
+    def for_frequent(self, C: int) -> int:
+        """Bytes of what finds these labels, of their rows of the head and of their columns."""
+        K = min(FREQUENT, self.V)
+        return 32 * self.V + (self.H + C) * K * self.element if self.frequent() else 0
 
     def block(self, T: int) -> int:
         """Classes of a block of ``T`` whose exponentials have statistics of their own."""
@@ -467,12 +479,14 @@ def chunked(sizes: Sizes, C: int, T: int) -> Plan:
             "logits of a chunk": Buffer((*heads, C, width), sizes.logit),
             "tile of products": Buffer((max(sizes.products(C, V), rows),), 4),
             "statistics": Buffer((2 * sizes.blocks(V) + 2, C), 4),
+            **(sizes.frequent() if name != CHUNKS else {}),
         }
         if sizes.weight and not sizes.fp16:
             buffers["scaled hidden states"] = Buffer((C, H), sizes.element)
         elif sizes.weight:
             held["scaled hidden states"] = C * H * sizes.element
         held["entries of the labels"] = n * ENTRY
+        held["columns of frequent labels"] = sizes.for_frequent(C) if name != CHUNKS else 0
     else:
         buffers = {"logits of a chunk": Buffer((*heads, V, C), sizes.logit)}
         held["tiles"] = sizes.copies * C * T * acc
@@ -498,13 +512,15 @@ def tiled_chunks(sizes: Sizes, C: int, T: int) -> Plan:
         "logits of a tile": Buffer((C, width), sizes.logit),
         "tile of products": Buffer((max(sizes.products(C, T), min(C, 128) * H),), 4),
         "statistics": Buffer((2 * sizes.blocks(T) + 2, C), 4),
+        **sizes.frequent(),
     }
     if sizes.hidden:
         buffers["d_hidden of a chunk"] = Buffer((C, H), acc)
     held = {
         "scaled hidden states": C * H * sizes.element if sizes.weight and sizes.fp16 else 0,
         "entries of the labels": n * ENTRY,
-        # Of the pass that finds the log-sum-exps.
+        "columns of frequent labels": sizes.for_frequent(0),
+        # The pass that finds the log-sum-exps holds these.
         "statistics of the splits": C * (8 * min(-(-V // 64), MAX_SPLITS) + 100),
         "copies with aligned rows": sizes.aligned,
     }

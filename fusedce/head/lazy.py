@@ -30,7 +30,7 @@ from .rules import RULES, indexed_dims, is_mask
 
 T: Any = torch.Tensor
 # A variable of the context, since backward runs in threads of its own, beside a user's.
-# Who calls operators of lazy tensors: a node of autograd, code, or another subclass of tensors,
+# This says who calls operators of lazy tensors: autograd, code, or another subclass of tensors,
 # which converts results and so needs real ones.
 AUTOGRAD, CODE, SUBCLASS = range(3)
 caller = ContextVar("fusedce_caller", default=AUTOGRAD)
@@ -44,7 +44,7 @@ _NO_MEMORY = (
 
 
 class OpSchema(NamedTuple):
-    """What an operator writes and returns, read from its schema once."""
+    """The arguments an operator writes, and its results, read from its schema once."""
 
     writes: tuple[int | str, ...]  # positions and names of arguments that it writes, or may
     is_view: bool

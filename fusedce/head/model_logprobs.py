@@ -118,7 +118,7 @@ def model_logprobs(
 
 
 class TokenStatistics:
-    """What is wanted of each token, and how it is computed.
+    """The statistics that are wanted of each token, and how they are computed.
 
     The values ``(N, 3 + K)`` that are differentiable, of the entropy, the log-sum-exp, the label's
     log-probability and those of the ``K`` likeliest classes, are one tensor: one node of autograd.

@@ -47,7 +47,7 @@ class LogitForm(NamedTuple):
         )  # fmt: skip
 
 
-# Of the form before, the shape after the operator, and its other arguments.
+# A function of the form before, the shape after the operator, and its other arguments.
 Rule = Callable[..., LogitForm | None]
 
 

@@ -51,7 +51,7 @@ class Vocabulary(NamedTuple):
     tokens: Tokens = ALL_HERE
 
     def stats_of(self) -> StatsOf | None:
-        """What computes statistics over all ranks' classes; ``None`` if they are all here."""
+        """A function for statistics over all ranks' classes; ``None`` if they are all here."""
         return None if self.shard is None else functools.partial(token_stats, shard=self.shard)
 
 

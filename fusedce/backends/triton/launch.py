@@ -85,7 +85,7 @@ def walk(
     )
 
 
-# What an epilogue never reads. All else must be given, if only as None.
+# An epilogue never reads these. All else must be given, if only as None.
 _NOT_OF = {
     SUMS.value: (
         "best", "factors", "class_weight", "temperature", "moments", "zsums", "exps", "width",

@@ -49,7 +49,7 @@ def loss_and_grads(problem: Problem, wanted: Outputs) -> Summed:
     with device_guard(device):
         logits = torch.empty(N, width, dtype=torch.float32, device=device)
         losses, label_grads = torch.empty(2, N, dtype=torch.float32, device=device)
-        # What an operator returns shares no memory.
+        # Results of an operator share no memory.
         factor, loss_sum = (torch.empty((), dtype=torch.float32, device=device) for _ in range(2))
         n_valid = torch.empty((), dtype=torch.int64, device=device)
         grads = logits if dtype == torch.float32 else logits.view(dtype)  # (N, 2 * width)

@@ -171,6 +171,9 @@ class _Chunks(Head):
         self.products = made["tile of products"]
         self.exps = made["logits of a tile" if plan.name == TILES else "logits of a chunk"]
         self.scaled, self.d_hidden = map(made.get, ("scaled hidden states", "d_hidden of a chunk"))
+        self.frequent = None
+        if (total := made.get("rows of frequent labels")) is not None:
+            self.frequent = _FrequentRows(total, labels, V)
         # Every block has a reference of its own then, not the labels' logits.
         self.store_probs = dtype == torch.float16
         sizes = (self.blocks * C, self.blocks * C, C, C)
@@ -224,6 +227,11 @@ class _Chunks(Head):
             add_product(
                 grads.weight, g.t(), scaled, alpha, largest, first=first == 0, scratch=self.products
             )
+            if (rows := self.frequent) is not None:
+                some = g.index_select(1, rows.classes).t()
+                add_product(
+                    rows.total, some, scaled, alpha, first=first == 0, scratch=self.products
+                )
 
     def add_labels(self, hidden: Tensor, grads: Gradients) -> None:
         """Add the labels' entries of all chunks to the head's gradients, which rounds them once.
@@ -233,9 +241,12 @@ class _Chunks(Head):
         V, H = self.weight.shape
         # Rows that do not count may hold anything.
         y = self.labels if self.padding is None else self.labels.masked_fill(self.padding, -1)
-        add_label_grads(
-            grads.weight, grads.bias, y, self.label_grads, hidden, V, self.outer, self.packed.rows
-        )
+        entries, positions = (self.label_grads, hidden), self.packed.rows
+        add_label_grads(grads.weight, grads.bias, y, *entries, V, self.outer, positions)
+        if grads.weight is not None and (rows := self.frequent) is not None:
+            K, columns = len(rows.classes), rows.columns(y)
+            add_label_grads(rows.total, None, columns, *entries, K, self.outer, positions)
+            grads.weight[rows.classes] = rows.total.to(grads.weight.dtype)
         if grads.weight is not None and grads.weight.element_size() == 2:
             compile_for_sums(hidden.device, hidden.dtype, y.dtype, V, H, grads.bias is not None)
 
@@ -374,6 +385,31 @@ class _Chunks(Head):
         )
 
 
+class _FrequentRows:
+    """The most frequent labels, whose rows of the head's gradient are summed in float32.
+
+    In such a row the part of the probabilities and that of the labels nearly cancel where hidden
+    states share a mean and the head knows how frequent the class is. A product rounded to two bytes
+    before would then err by many roundings of what is left: the more, the more labels a class has.
+    """
+
+    def __init__(self, total: Tensor, labels: Tensor, V: int) -> None:
+        self.total, self.V = total, V  # (K, H) fp32
+        at = labels.long().clamp(0, V - 1)
+        # By the number of labels, and where that is equal by the class: no two keys are equal, so
+        # that the choice is the same in every run.
+        keys = torch.arange(V, device=at.device)
+        keys.index_put_((at,), torch.full_like(at, V), accumulate=True)
+        self.classes = keys.topk(len(total)).indices  # (K,)
+        self.places = torch.full_like(keys, -1)
+        self.places[self.classes] = torch.arange(len(total), device=at.device)
+
+    def columns(self, labels: Tensor) -> Tensor:
+        """The row of ``total`` of each label, -1 where it has none."""
+        found = self.places[labels.long().clamp(0, self.V - 1)]
+        return found.masked_fill_((labels < 0) | (labels >= self.V), -1)
+
+
 # log2(e) as the kernels' float32 has it.
 _LOG2E = float(LOG2E.value)
 
@@ -418,6 +454,12 @@ class _TiledChunks(_Chunks):
                 )  # fmt: skip
         if total is not None and grads.hidden is not None:
             self._finish_hidden(total, y, late, grads.hidden, 0, first)
+        if (rows := self.frequent) is not None:  # one more tile, of their classes
+            w, bias = self.weight.index_select(0, rows.classes), self.pointwise["bias"]
+            bias = None if bias is None else padded(bias.index_select(0, rows.classes))
+            self._exponentials(h, rows.columns(y), w, lse, factors=inside, bias=bias)
+            g = self.exps[:C, : len(w)]
+            add_product(rows.total, g.t(), h, alpha, first=first == 0, scratch=self.products)
 
     def _statistics(self, h: Tensor, y: Tensor, first: int) -> Tensor:
         """Fill losses, factors and labels' entries; return the log-sum-exps ``(C,)`` fp32."""
@@ -442,7 +484,7 @@ class _TiledChunks(_Chunks):
             self.lse[some] = lse.float()
         of_label = (a * torch.expm1(-nll) + b * torch.exp(-nll)) * slope
         rounded = lse.float()
-        # What the kernel makes the reference, to the bit: see `block_reference`.
+        # The kernel makes the same reference, to the bit: see `block_reference`.
         reference = (rounded * _LOG2E).floor().double()
         factors = (a + b) * torch.exp2(reference - lse * _LOG2E)
         factors = factors + 0 * of_label  # NaN of a bad label
