@@ -138,10 +138,9 @@ class Sizes(NamedTuple):
             return {}
         return {"rows of frequent labels": Buffer((min(FREQUENT, self.V), self.H), 4)}
 
-    def for_frequent(self, C: int) -> int:
-        """Bytes of what finds these labels, of their rows of the head and of their columns."""
-        K = min(FREQUENT, self.V)
-        return 32 * self.V + (self.H + C) * K * self.element if self.frequent() else 0
+    def for_frequent(self, rows: int) -> int:
+        """Bytes of what finds these labels, and of ``(rows, K)`` numbers of theirs."""
+        return 8 * self.V + rows * min(FREQUENT, self.V) * self.element if self.frequent() else 0
 
     def block(self, T: int) -> int:
         """Classes of a block of ``T`` whose exponentials have statistics of their own."""
@@ -519,7 +518,7 @@ def tiled_chunks(sizes: Sizes, C: int, T: int) -> Plan:
     held = {
         "scaled hidden states": C * H * sizes.element if sizes.weight and sizes.fp16 else 0,
         "entries of the labels": n * ENTRY,
-        "columns of frequent labels": sizes.for_frequent(0),
+        "columns of frequent labels": sizes.for_frequent(H),
         # The pass that finds the log-sum-exps holds these.
         "statistics of the splits": C * (8 * min(-(-V // 64), MAX_SPLITS) + 100),
         "copies with aligned rows": sizes.aligned,

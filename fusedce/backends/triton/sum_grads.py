@@ -394,20 +394,18 @@ class _FrequentRows:
     """
 
     def __init__(self, total: Tensor, labels: Tensor, V: int) -> None:
-        self.total, self.V = total, V  # (K, H) fp32
+        self.total = total  # (K, H) fp32
         at = labels.long().clamp(0, V - 1)
         # By the number of labels, and where that is equal by the class: no two keys are equal, so
         # that the choice is the same in every run.
         keys = torch.arange(V, device=at.device)
         keys.index_put_((at,), torch.full_like(at, V), accumulate=True)
-        self.classes = keys.topk(len(total)).indices  # (K,)
-        self.places = torch.full_like(keys, -1)
-        self.places[self.classes] = torch.arange(len(total), device=at.device)
+        self.classes = keys.topk(len(total)).indices.sort().values  # (K,)
 
     def columns(self, labels: Tensor) -> Tensor:
         """The row of ``total`` of each label, -1 where it has none."""
-        found = self.places[labels.long().clamp(0, self.V - 1)]
-        return found.masked_fill_((labels < 0) | (labels >= self.V), -1)
+        at = torch.searchsorted(self.classes, labels.long()).clamp_(max=len(self.classes) - 1)
+        return at.masked_fill_(self.classes[at] != labels, -1)
 
 
 # log2(e) as the kernels' float32 has it.

@@ -199,7 +199,8 @@ def test_up_to_four_chunks_are_summed_in_the_gradients_own_dtype(monkeypatch, ch
     add = sum_grads.add_product
 
     def add_and_look(total, *args, **options):
-        seen.append(total.dtype)
+        if len(total) == V:  # not the rows of frequent labels
+            seen.append(total.dtype)
         return add(total, *args, **options)
 
     monkeypatch.setattr(sum_grads, "add_product", add_and_look)
