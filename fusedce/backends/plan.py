@@ -506,11 +506,12 @@ def tiled_chunks(sizes: Sizes, C: int, T: int) -> Plan:
     """Triton's way by chunks of ``C`` tokens, of whose logits a tile of ``T`` classes exists."""
     n, V, H, acc = sizes.n, sizes.V, sizes.H, sizes.acc
     C, T = min(C, max(n, 1)), min(multiple_of_16(T), V)
-    width = multiple_of_16(T)
+    # The frequent labels' classes are a tile, too.
+    most = max(T, min(FREQUENT, V)) if sizes.frequent() else T
     buffers = {
-        "logits of a tile": Buffer((C, width), sizes.logit),
-        "tile of products": Buffer((max(sizes.products(C, T), min(C, 128) * H),), 4),
-        "statistics": Buffer((2 * sizes.blocks(T) + 2, C), 4),
+        "logits of a tile": Buffer((C, multiple_of_16(most)), sizes.logit),
+        "tile of products": Buffer((max(sizes.products(C, most), min(C, 128) * H),), 4),
+        "statistics": Buffer((2 * sizes.blocks(most) + 2, C), 4),
         **sizes.frequent(),
     }
     if sizes.hidden:

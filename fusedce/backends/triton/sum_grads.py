@@ -151,18 +151,10 @@ class _Chunks(Head):
         super().__init__(problem)
         weight, dtype, device = self.weight, self.weight.dtype, self.weight.device
         (V, H), n = weight.shape, len(labels)
-        C, T = min(plan.tokens, n), plan.classes
-        self.classes = T
+        C, self.classes = min(plan.tokens, n), plan.classes
         self.problem, self.packed, self.argmax, self.outer = problem, packed, argmax, outer
         self.labels, self.padding = labels, padding
         self.gemm, self.multiply = gemm, product(device, dtype)
-        # At least the 16 that rows are padded to.
-        block = min(max(power_of_2(T), 16), self.arch.exp_block_v)
-        self.block = block if gemm is None else gemm.BLOCK_V
-        self.blocks = -(-T // self.block)
-        processors = archs.processors(device)
-        self.tile = self.arch.tile_shape(C, T, H, self.block, processors)
-        self.rows_of_hidden = self._rows_of_hidden(C, H, processors)
         made = {
             name: allocate(plan, name, dtype if buffer.element < 4 else torch.float32, device)
             for name, buffer in plan.buffers.items()
@@ -170,6 +162,14 @@ class _Chunks(Head):
         # Products of a tile of the logits, and of rows of d_hidden.
         self.products = made["tile of products"]
         self.exps = made["logits of a tile" if plan.name == TILES else "logits of a chunk"]
+        most = min(self.exps.shape[1], V)  # classes whose exponentials exist at a time
+        # At least the 16 that rows are padded to.
+        block = min(max(power_of_2(most), 16), self.arch.exp_block_v)
+        self.block = block if gemm is None else gemm.BLOCK_V
+        self.blocks = -(-most // self.block)
+        processors = archs.processors(device)
+        self.tile = self.arch.tile_shape(C, most, H, self.block, processors)
+        self.rows_of_hidden = self._rows_of_hidden(C, H, processors)
         self.scaled, self.d_hidden = map(made.get, ("scaled hidden states", "d_hidden of a chunk"))
         self.frequent = None
         if (total := made.get("rows of frequent labels")) is not None:
