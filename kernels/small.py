@@ -86,7 +86,7 @@ def small_rows_kernel(
     label, of_loss, left_out = label_and_weight(labels, token_weight, c, V, ignore_index)
     offs_h = tl.arange(0, BLOCK_H)
     mask_h = offs_h < H
-    h = tl.load(hidden + c * stride_hn + offs_h, mask=mask_h & (left_out == 0), other=0.0)
+    h = tl.load(hidden + c * stride_hn + offs_h, mask=offs_h < tl.where(left_out, 0, H), other=0.0)
     if used is not None:
         tl.store(used + c * H + offs_h, h, mask=mask_h)
     logits += c * width
@@ -105,7 +105,7 @@ def small_rows_kernel(
     # The label's logit is a sum over pairs: its error is one of all the row's probabilities.
     known = (label >= 0) & (label < V)
     at = weight + tl.where(known, label, 0) * stride_wv + offs_h
-    w = tl.load(at, mask=mask_h & known, other=0.0)
+    w = tl.load(at, mask=offs_h < tl.where(known, H, 0), other=0.0)
     z_label = tl.sum(h.to(tl.float32) * w.to(tl.float32), axis=0)
     z_label = tl.where(known, finish_logits(z_label, None, scale, softcap), float("nan"))
     tops = tl.full((BLOCK_V,), float("-inf"), dtype=tl.float32)
@@ -201,7 +201,7 @@ def small_finish_kernel(
         to_hidden = d_hidden + c.to(tl.int64) * H + offs_h
         g = tl.load(to_hidden, mask=mask_h, other=0.0)
         at = weight + tl.where(known, label, 0) * stride_wv + offs_h
-        w = tl.load(at, mask=mask_h & known, other=0.0).to(tl.float32)
+        w = tl.load(at, mask=offs_h < tl.where(known, H, 0), other=0.0).to(tl.float32)
         # The entry of a bad label is NaN; a row left out is 0 whatever the weight holds.
         tl.store(to_hidden, tl.where(left_out, 0.0, g + entry * w), mask=mask_h)
     if d_weight is not None:
