@@ -79,7 +79,8 @@ def test_backward_by_tiles_of_the_vocabulary(on, small_tiles, arch, dtype, fn):
     gpu = on(arch)
     check(fn, Case((40,), 72, 515, dtype, requires_grad=BOTH, ignored=0.2, logits="peaked"))
     kernel = "token_grad_kernel" if fn is by_tiles else "exp_tile_kernel"
-    assert gpu.ran(kernel) == 3 * 3  # of 40 tokens, more than 32 have a label
+    tiles = 3 + (fn is by_budget and dtype is BF16)  # one more of the frequent labels
+    assert gpu.ran(kernel) == 3 * tiles  # of 40 tokens, more than 32 have a label
 
 
 @ARCHS
