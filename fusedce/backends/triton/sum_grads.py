@@ -159,7 +159,7 @@ class _Chunks(Head):
             name: allocate(plan, name, dtype if buffer.element < 4 else torch.float32, device)
             for name, buffer in plan.buffers.items()
         }
-        # Products of a tile of the logits, and of rows of d_hidden.
+        # It holds products of a tile of the logits, and of rows of d_hidden.
         self.products = made["tile of products"]
         self.exps = made["logits of a tile" if plan.name == TILES else "logits of a chunk"]
         most = min(self.exps.shape[1], V)  # classes whose exponentials exist at a time
