@@ -50,7 +50,7 @@ class FusedTrainerMixin:
     * the head is replaced (:func:`fusedce.replace_loss_head`): no logits in training or evaluation;
     * the gradient of an optimizer step is that of ``sum of loss_sum / sum of n_valid`` over its
       micro-batches and ranks. Tokens are counted as the model's own loss counts them, after its
-      shift if it has one (one extra forward finds that out), and also for models that take no
+      shift if it has one (two extra forwards find that out), and also for models that take no
       ``num_items_in_batch`` or ignore it;
     * auxiliary losses in the model's loss are averaged over micro-batches and ranks;
     * ``loss`` in the logs is in nats per token over the logging interval and all ranks, without

@@ -262,11 +262,10 @@ def find_label_count(
                     f"{observer.ignored[0]} now; or write a loop with LossAccumulator and "
                     f"model_loss(model, batch), which count as the loss does"
                 )
-            n = int(observer.losses[0][1])
-            shift = (labels.numel() - n) // len(labels)
-            if n and labels.numel() - n not in (0, len(labels)):  # padding as well, perhaps
-                shift = next(m for m in (shift, 1, 0) if not _n_of_first(model, inputs, name, m))
-            found = LabelCount(name, shift, None)
+            # Of every batch: where ranks come together in a forward, they need equally many.
+            reads_first = _reads_first(model, inputs, name)
+            left_out = labels.numel() - int(observer.losses[0][1])  # by a shift, or as padding
+            found = LabelCount(name, int(left_out > 0 and not reads_first), None)
         else:
             exact, shift = True, 0
             if whole and labels.dim() > 1:
@@ -278,13 +277,13 @@ def find_label_count(
     return found
 
 
-def _n_of_first(model: Any, inputs: Mapping[str, Any], name: str, n: int) -> int:
-    """How many of the first ``n`` labels of all rows a fused loss reads."""
+def _reads_first(model: Any, inputs: Mapping[str, Any], name: str) -> bool:
+    """Whether a fused loss reads the first label of a row."""
     labels = inputs[name].clone()
-    labels[..., n:] = -100
+    labels[..., 1:] = -100
     with LossObserver() as observer:
         model(**{**inputs, name: labels})
-    return int(observer.losses[0][1])
+    return bool(observer.losses[0][1])
 
 
 def _probe(model: Any, inputs: dict[str, Any], name: str, loss: Tensor) -> tuple[bool, int]:

@@ -18,7 +18,8 @@ from support.unfused import (
     Means,
 )
 
-from fusedce import head_report
+from fusedce import head_report, replace_loss_head
+from fusedce.head.model_loss import find_label_count
 
 DATA = Dataset(8)
 
@@ -81,6 +82,19 @@ def test_a_fused_loss_that_leaves_padding_out_by_itself(tmp_path, padding):
     batch = torch.utils.data.default_collate(data.rows)
     assert losses[0] == pytest.approx(float(Attended()(**batch).loss), rel=SAME_MODEL)
     assert head_report(trainer.model).logits_made == 0
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_every_batch_takes_as_many_forwards_to_tell_the_shift(padding):
+    """Ranks that come together in a forward have batches of their own."""
+    ids = torch.arange(24).view(4, 6) % 10
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones(4, 6)}
+    batch["attention_mask"][:3, 6 - padding :] = 0
+    model, calls = Attended(), []
+    replace_loss_head(model)
+    model.register_forward_hook(lambda *_: calls.append(1))
+    assert find_label_count(model, batch).shift == 1
+    assert len(calls) == 2
 
 
 def test_a_head_that_a_later_run_cannot_fuse_is_counted(tmp_path, caplog):
