@@ -16,8 +16,8 @@ from . import losses
 Shape = tuple[int, int, int]  # N, H, V
 # SmolLM twice, Llama 3.2 1B
 SHAPES: list[Shape] = [(1024, 576, 49152), (4096, 576, 49152), (512, 2048, 128256)]
-# the smallest at which no call may be slower than eager, an odd one, and two models
-PAIR_SHAPES: list[Shape] = [(64, 256, 8192), (256, 384, 16003), SHAPES[0], SHAPES[2]]
+# the smallest at which no call may be slower than eager, an odd one, and a model
+PAIR_SHAPES: list[Shape] = [(64, 256, 8192), (256, 384, 16003), SHAPES[0]]
 SUITES = {
     "time": "forward + backward",
     "forward": "forward alone, no gradient",
@@ -170,10 +170,13 @@ def problems(
     """The problems of a suite, of its own shapes unless some are given, and what runs on each."""
     made = functools.partial(Spec, device=device)
     peers = [*losses.ON_CPU] if device == "cpu" else [*losses.IMPLEMENTATIONS]
-    dtypes = ["float32", "bfloat16"]
     if suite in ("time", "memory", "forward"):
         mode = "forward" if suite == "forward" else "train"
-        for shape, dtype in itertools.product(shapes or SHAPES, dtypes):
+        # Two-byte inputs on a CPU are for tests: one size says what they cost.
+        in_two_bytes = shapes or (SHAPES[:1] if device == "cpu" else SHAPES)
+        for shape, dtype in itertools.product(shapes or SHAPES, ("float32", "bfloat16")):
+            if dtype == "bfloat16" and shape not in in_two_bytes:
+                continue
             same = ["eager, plain"] if dtype == "float32" else []  # as eager
             names = [name for name in peers if name not in same]
             yield made(*shape, dtype=dtype, mode=mode, ignored=0.25), names
@@ -185,10 +188,10 @@ def problems(
             names = ["fused_ce"] if mib else ["fused_ce", 'reduction="none"']
             yield made(*shape, dtype="float32", ignored=0.25, budget=mib), names
     elif suite == "eager":
-        for shape, dtype in itertools.product(shapes or PAIR_SHAPES, dtypes):
-            for mode, ignored in itertools.product(("train", "forward"), (0.0, 0.75)):
-                spec = made(*shape, dtype=dtype, mode=mode, ignored=ignored)
-                yield spec, _pair_names(mode, ignored)
+        modes = itertools.product(("train", "forward"), (0.0, 0.75))
+        for shape, (mode, ignored) in itertools.product(shapes or PAIR_SHAPES, modes):
+            spec = made(*shape, dtype="float32", mode=mode, ignored=ignored)
+            yield spec, _pair_names(mode, ignored)
 
 
 def _pair_names(mode: str, ignored: float) -> list[str]:

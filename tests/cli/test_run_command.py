@@ -137,7 +137,7 @@ def test_a_trainer_script_logs_the_token_mean(tmp_path):
     assert [(m["class"], m["replaced"], m["logits_made"]) for m in models] == [
         ("GPT2LMHeadModel", True, 0)
     ] * 2
-    assert models[0]["losses_fused"] == 4 * 8 + 2 * 8 + 1  # training, evaluation, the shift
+    assert models[0]["losses_fused"] == 4 * 8 + 2 * 8 + 2  # training, evaluation, the shift
     trainer = {"name": "Trainer", "mixin": "FusedTrainerMixin", "why_not": None}
     assert report["trainers"] == [trainer] * 2
 
