@@ -150,7 +150,7 @@ def test_a_trainer_script_on_two_ranks(tmp_path):
     )
     (tmp_path / "train.py").write_text(TRAINER)
     report, done = fused(tmp_path, "train.py", "4", launcher=TWO)
-    assert report["models"][0]["losses_fused"] == 4 * 4 + 2 * 4 + 1  # half of the evaluation's
+    assert report["models"][0]["losses_fused"] == 4 * 4 + 2 * 4 + 2  # half of the evaluation's
     first, resumed = json.loads(done.stdout.splitlines()[-1])
     assert losses(first)[0] == pytest.approx(mean_loss_of_rows(), rel=SAME_MODEL)
     assert losses(resumed) == pytest.approx(losses(first), rel=8 * SAME_MODEL)
