@@ -193,19 +193,3 @@ class Gradients:
                 grad = torch.empty(0, dtype=dtype, device=self.device)
             made.append(grad if grad.dtype == dtype else grad.to(dtype))
         return made[0], made[1], made[2]
-
-
-def add_rows(total: Tensor, y: Tensor, rows: Tensor) -> None:
-    """``total[y] += rows``, of one dtype; deterministic."""
-    unique, summed = by_class(y, rows)
-    total[unique] += summed
-
-
-def by_class(y: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The unique values of ``y (C,)``, sorted, and the sum of the ``rows (C, ...)`` of each."""
-    unique, inverse = y.unique(return_inverse=True)
-    summed = rows.new_zeros(len(unique), *rows.shape[1:])
-    # Both are deterministic where they are used: index_add_ is serial on a CPU, index_put_ sorts.
-    if rows.device.type == "cpu":
-        return unique, summed.index_add_(0, inverse, rows)
-    return unique, summed.index_put_((inverse,), rows, accumulate=True)
