@@ -22,7 +22,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,29 +117,31 @@ def compare(run: Run, full: Run, before: Tensor) -> dict[str, Any]:
 # ---- regimes: what lengths the sequences have -----------------------------------------------
 
 
+def pieces(stream: Tensor, lengths: Iterator[int], longest: int) -> list[Tensor]:
+    """Sequences of these lengths, at most ``longest``, cut from a text one after the other."""
+    found, at = [], 0
+    while at + longest <= len(stream):
+        found.append(stream[at : at + next(lengths)])
+        at += len(found[-1])
+    return found
+
+
+def bimodal(longest: int, rng: torch.Generator) -> Iterator[int]:
+    """Lengths of 4 to 12 and of ``longest``, in turns."""
+    while True:
+        yield int(torch.randint(4, 13, (), generator=rng))
+        yield longest
+
+
 def regimes(tokens: list[list[int]], seed: int) -> dict[str, list[Tensor]]:
     """Sequences of each regime, from the same text; ``tokens`` are whole sections."""
     stream = torch.tensor([token for section in tokens for token in section])
     rng = torch.Generator().manual_seed(seed)
-
-    def pieces(length: Callable[[], int]) -> list[Tensor]:
-        found, at = [], 0
-        while at + LONG <= len(stream):
-            found.append(stream[at : at + length()])
-            at += len(found[-1])
-        return found
-
-    short_and_long = itertools.cycle((True, False))
-
-    def bimodal() -> int:
-        short = next(short_and_long)
-        return int(torch.randint(4, 13, (), generator=rng)) if short else LONG
-
     return {
         f"natural, up to {LONG}": [torch.tensor(x[:LONG]) for x in tokens],
         f"natural, up to {SHORT}": [torch.tensor(x[:SHORT]) for x in tokens],
-        f"bimodal, 4 to 12 and {LONG}": pieces(bimodal),
-        f"uniform, {LONG // 2}": pieces(lambda: LONG // 2),
+        f"bimodal, 4 to 12 and {LONG}": pieces(stream, bimodal(LONG, rng), LONG),
+        f"uniform, {LONG // 2}": pieces(stream, itertools.repeat(LONG // 2), LONG),
     }
 
 

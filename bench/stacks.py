@@ -1,13 +1,18 @@
 """Which training stacks still weigh tokens wrongly: logged loss and gradient beside the token mean.
 
     python bench/stacks.py                   # bench/results/stacks.json, and the table of the docs
+    python bench/stacks.py --stacks torchtitan "torchtitan, FusedCELoss"    # rewrites these rows
 
 One optimizer step of a small random model of each class, by each stack, over the same 8 sequences
 of English text with 3 to 60 tokens that count, as one micro-batch and as 4; some stacks also on two
 ranks over gloo. The truth is the mean over all tokens of the step, in one batch. "gradient" is the
 factor by which a gradient is too large (its projection on the right one), "direction" how far it
 points elsewhere (the sine of the angle): 1 and 0 are right. A router's loss, a mean over
-micro-batches by nature, is switched off.
+micro-batches by nature, is switched off. "packed" gives the sequences of a micro-batch as one row
+without padding, as `DataCollatorWithFlattening` makes it; the truth stays the padded batch.
+
+A stack whose package is not installed keeps its rows: torchtitan, with a Llama of its own, needs a
+newer torch than the others.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
+import importlib.util
+import json
 import math
 import pydoc_data.topics
 import sys
@@ -28,7 +35,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from lib import pictures
-from lib.results import FOLDER, ROOT, versions, write
+from lib.results import FOLDER, ROOT, write
 from lib.tables import markdown, put
 from torch import Tensor
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -110,7 +117,8 @@ def stacked(rows: list[Batch]) -> Batch:
 
 def _trainer(
     kind: type, model: Any, rows: list[Batch], steps: int,
-    arguments: Callable[..., Any] = transformers.TrainingArguments, **options: Any,
+    arguments: Callable[..., Any] = transformers.TrainingArguments,
+    collator: Callable[..., Any] = transformers.default_data_collator, **options: Any,
 ) -> float:  # fmt: skip
     import datasets
 
@@ -128,7 +136,7 @@ def _trainer(
         )  # fmt: skip
         trainer = kind(
             model, args, train_dataset=datasets.Dataset.from_list(rows).with_format("torch"),
-            data_collator=transformers.default_data_collator, callbacks=[KeepsGradients()],
+            data_collator=collator, callbacks=[KeepsGradients()],
             **options,
         )  # fmt: skip
         trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
@@ -162,11 +170,23 @@ def by_seq2seq(model: Any, rows: list[Batch], steps: int) -> float:
     return _trainer(transformers.Seq2SeqTrainer, model, rows, steps, arguments)
 
 
-def by_mixin(model: Any, rows: list[Batch], steps: int) -> float:
-    class Trainer(fusedce.FusedTrainerMixin, transformers.Trainer):
-        pass
+class FusedTrainer(fusedce.FusedTrainerMixin, transformers.Trainer):
+    pass
 
-    return _trainer(Trainer, model, rows, steps)
+
+def by_mixin(model: Any, rows: list[Batch], steps: int) -> float:
+    return _trainer(FusedTrainer, model, rows, steps)
+
+
+def by_packed(
+    model: Any, rows: list[Batch], steps: int, kind: type = transformers.Trainer
+) -> float:
+    """Sequences without their padding, all of a micro-batch in one row."""
+    bare = [
+        {name: row[name][: row["attention_mask"].sum()] for name in ("input_ids", "labels")}
+        for row in rows
+    ]
+    return _trainer(kind, model, bare, steps, collator=transformers.DataCollatorWithFlattening())
 
 
 def _ranks() -> int:
@@ -208,22 +228,31 @@ def by_accelerate(model: Any, rows: list[Batch], steps: int) -> float:
 
 
 class Stack(NamedTuple):
-    step: Callable[[Any, list[Batch], int], float]
+    step: Callable[[Any, list[Batch], int], float] | str  # a loss of torchtitan's Trainer
     models: tuple[str, ...] = tuple(MODELS)
     ranks: int = 1
+
+    @property
+    def is_installed(self) -> bool:
+        package = "torchtitan" if isinstance(self.step, str) else "accelerate"
+        return importlib.util.find_spec(package) is not None
 
 
 DECODERS = ("Llama", "Gemma 2", "Mixtral", "GPT-2")
 STACKS = {
     "Trainer": Stack(by_trainer),
     "Trainer, 2 ranks": Stack(by_trainer, ranks=2),
+    "Trainer, packed": Stack(by_packed, DECODERS),
     "SFTTrainer": Stack(by_sft, DECODERS),
     "Seq2SeqTrainer": Stack(by_seq2seq, ("T5",)),
     "accelerate's example": Stack(by_accelerate),
     "plain loop": Stack(by_plain_loop),
     "DDP loop, 2 ranks": Stack(by_plain_loop, ranks=2),
+    "torchtitan": Stack("chunked", ("Llama",)),
+    "torchtitan, FusedCELoss": Stack("fused", ("Llama",)),
     "FusedTrainerMixin": Stack(by_mixin),
     "FusedTrainerMixin, 2 ranks": Stack(by_mixin, ranks=2),
+    "FusedTrainerMixin, packed": Stack(functools.partial(by_packed, kind=FusedTrainer), DECODERS),
 }
 
 
@@ -256,18 +285,13 @@ def gradient(model: Any) -> Tensor:
 
 
 def measure(name: str, stack: str, steps: int) -> dict[str, Any]:
-    def model() -> Any:
-        torch.manual_seed(0)
-        made = MODELS[name]().train()
-        if name == "Mixtral":
-            made.router_aux_loss_coef = made.config.router_aux_loss_coef = 0.0
-        return made
-
-    reference, tried, rows = model(), model(), sequences()
-    loss = truth(reference, rows)
-    exact = gradient(reference)
-    logged = STACKS[stack].step(tried, rows, steps)
-    found = gradient(tried)
+    step, rows = STACKS[stack].step, sequences()
+    if isinstance(step, str):
+        loss, exact, logged, found = launched(1, by_titan, step, rows, steps)
+    else:
+        reference, tried = seeded(name), seeded(name)
+        loss, logged = truth(reference, rows), step(tried, rows, steps)
+        exact, found = gradient(reference), gradient(tried)
     cosine = float(found @ exact / (found.norm() * exact.norm()))
     return {
         "stack": stack, "model": name, "micro-batches": steps, "token mean": loss, "logged": logged,
@@ -276,16 +300,34 @@ def measure(name: str, stack: str, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def seeded(name: str) -> Any:
+    torch.manual_seed(0)
+    made = MODELS[name]().train()
+    if name == "Mixtral":
+        made.router_aux_loss_coef = made.config.router_aux_loss_coef = 0.0
+    return made
+
+
+def by_titan(loss: str, rows: list[Batch], steps: int) -> tuple[float, Tensor, float, Tensor]:
+    from lib import titan
+
+    batch = stacked(rows)
+    return titan.step(loss, batch["input_ids"], fusedce.shift_labels(batch["labels"]), steps)
+
+
 def measure_all(stack: str) -> list[dict[str, Any]]:
     """Rows of every model and number of micro-batches; those of several ranks under torchrun."""
     ranks = STACKS[stack].ranks
-    if ranks == 1:
-        return _measure_all(stack)
+    return _measure_all(stack) if ranks == 1 else launched(ranks, _on_a_rank, stack)
+
+
+def launched(ranks: int, function: Callable[..., Any], *args: Any) -> Any:
+    """What the first of several ranks returns."""
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=ranks, max_restarts=0, run_id="stacks",
         rdzv_backend="c10d", rdzv_endpoint="localhost:0",
     )  # fmt: skip
-    return elastic_launch(config, _on_a_rank)(stack)[0]
+    return elastic_launch(config, function)(*args)[0]
 
 
 def _on_a_rank(stack: str) -> list[dict[str, Any]]:
@@ -317,24 +359,33 @@ def table(rows: list[dict[str, Any]]) -> str:
     )  # fmt: skip
 
 
+def packages() -> str:
+    """Versions of what the rows of this run depend on, and the date."""
+    named = ("torch", "transformers", "accelerate", "trl", "torchtitan")
+    known = [f"{name} {version(name)}" for name in named if importlib.util.find_spec(name)]
+    return f"{', '.join(known)}; {datetime.date.today().isoformat()}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    installed = [name for name, stack in STACKS.items() if stack.is_installed]
+    parser.add_argument("--stacks", nargs="+", choices=STACKS, default=installed)
     parser.add_argument("--out", type=Path, default=FOLDER / "stacks.json")
     parser.add_argument("--page", type=Path, help="page whose table to rewrite")
     args = parser.parse_args()
-    rows = []
-    for stack in STACKS:
-        rows += measure_all(stack)
+    data = json.loads(args.out.read_text()) if args.out.exists() else {"packages": {}, "rows": []}
+    for stack in args.stacks:
+        kept = [row for row in data["rows"] if row["stack"] != stack]
+        data["rows"] = kept + measure_all(stack)
+        data["packages"][stack] = packages()
         print(stack, flush=True)
-    packages = versions() | {name: version(name) for name in ("accelerate", "trl")}
-    data = {"versions": packages, "date": datetime.date.today().isoformat(), "rows": rows}
+    data["rows"].sort(key=lambda row: list(STACKS).index(row["stack"]))
     write(args.out, data)
-    pictures.stacks(rows, ROOT / "docs" / "stacks.png")
-    print(table(rows))
+    pictures.stacks(data["rows"], ROOT / "docs" / "stacks.png")
+    print(table(data["rows"]))
     if args.page:
-        named = ("torch", "transformers", "accelerate", "trl")
-        known = ", ".join(f"{name} {packages[name]}" for name in named)
-        put(args.page, "stacks", f"{table(rows)}\n\n{known}; {data['date']}")
+        known = ". ".join(dict.fromkeys(data["packages"].values()))
+        put(args.page, "stacks", f"{table(data['rows'])}\n\n{known}")
     return 0
 
 

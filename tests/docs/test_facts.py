@@ -148,6 +148,7 @@ def test_what_has_changed_since_a_gpu_measured_is_counted():
     [
         ("stacks", "stacks.json", "docs/stacks.md", "stacks"),
         ("head", "head-cpu.json", "docs/head.md", "head cpu"),
+        ("seeds", "seeds-cpu.json", "docs/denominator.md", "seeds small"),
     ],
 )
 def test_a_table_is_that_of_the_data(script, data, page, mark):

@@ -9,40 +9,22 @@ import dataclasses
 import json
 import sys
 import tempfile
-import types
+from pathlib import Path
 
-sys.path.pop(0)  # this folder has a statistics.py
+sys.path[0] = str(Path(__file__).parents[2] / "bench")  # this folder has a statistics.py
 
-import torch
-
-torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan names the GPU of a machine
-torch.cpu.set_device = lambda device: None
-
+from lib.titan import Loader, V, build  # noqa: E402, I001  (before torch: it sets the device)
+import torch  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
-from torchtitan.components import dataloader, metrics, optimizer, tokenizer  # noqa: E402
-from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss  # noqa: E402
-from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
-from torchtitan.distributed import utils  # noqa: E402
-from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
-from torchtitan.models.llama3 import model_registry  # noqa: E402
-from torchtitan.trainer import Trainer  # noqa: E402
 
 import fusedce  # noqa: E402
-from fusedce.integrations.torchtitan import FusedCELoss  # noqa: E402
-
-V = 2048
-utils.set_pg_timeouts = lambda **_: None
-metrics.build_device_memory_monitor = lambda: types.SimpleNamespace(
-    device_name="CPU", reset_peak_stats=lambda: None,
-    get_peak_stats=lambda: metrics.DeviceMemStats(*[0] * 6),
-)  # fmt: skip
 
 
-class Rows(dataloader.BaseDataLoader):
+class Rows(Loader):
     """Batches whose tokens that count are few to many, other ones on each rank."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(dataloader.BaseDataLoader.Config):
+    class Config(Loader.Config):
         pass
 
     def __init__(self, config, *, dp_rank, seq_len, local_batch_size, **_):
@@ -57,56 +39,15 @@ class Rows(dataloader.BaseDataLoader):
             labels = ids.roll(-1, 1).masked_fill(positions >= lengths, -100)
             yield {"input": ids, "positions": positions.clone()}, labels
 
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
-
-
-class Words(tokenizer.BaseTokenizer):
-    @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(tokenizer.BaseTokenizer.Config):
-        pass
-
-    def __init__(self, config, **_):
-        super().__init__()
-
-    def encode(self, *args, **kwargs):
-        raise NotImplementedError
-
-    decode = get_vocab_size = encode
-
 
 def main(loss, seq_len=27, batches=(2, 4), tied=False, typechecked=False, **parallelism):
-    spec = model_registry("debugmodel")
-    spec.model.layers = spec.model.layers[:2]
-    for layer in spec.model.layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    spec.model.enable_weight_tying = tied
-    losses = {
-        "fused": FusedCELoss.Config(),
-        "chunked": ChunkedLossWrapper.Config(
-            loss_fn=CrossEntropyLoss.Config(global_vocab_size=V), num_chunks=8
-        ),
-        "plain": CrossEntropyLoss.Config(global_vocab_size=V),
-    }
+    size = {
+        "local_batch_size": batches[0], "global_batch_size": batches[1], "seq_len": seq_len,
+        "steps": 3,
+    }  # fmt: skip
     logged = []
     with tempfile.TemporaryDirectory() as folder:
-        config = Trainer.Config(
-            loss=losses[loss],
-            model_spec=spec, dump_folder=folder, tokenizer=Words.Config(), dataloader=Rows.Config(),
-            optimizer=optimizer.default_adamw(lr=1e-3),
-            training=TrainingConfig(
-                local_batch_size=batches[0], global_batch_size=batches[1], seq_len=seq_len, steps=3,
-                mixed_precision_param="float32", disable_cuda_graphs=True,
-            ),
-            parallelism=ParallelismConfig(**parallelism),
-            metrics=metrics.MetricsProcessor.Config(log_freq=1),
-        )  # fmt: skip
-        config.debug.seed = 0
-        config.debug.spmd_typechecking = typechecked
-        trainer = config.build()
+        trainer = build(loss, Rows, folder, size, parallelism, tied, typechecked)
         for module in trainer.model_parts[0].modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply
