@@ -156,10 +156,14 @@ _FLOAT = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divid
           "min": np.fmin, "max": np.fmax, "max.NaN": np.maximum}  # fmt: skip
 
 
-@form(r"(add|sub|mul|div|max\.NaN|min|max)(?:\.rn|\.full)?\.(f32|f64)")
-def _floats(d, operation, kind):
-    t = TYPES[kind]
-    return d.elementwise(_FLOAT[operation], t, t, t)
+@form(r"(add|sub|mul|div|max\.NaN|min|max)(?:\.rn|\.full)?(\.ftz)?\.(f32|f64)")
+def _floats(d, operation, ftz, kind):
+    t, function = TYPES[kind], _FLOAT[operation]
+
+    def of_flushed(a, b):
+        return flushed(function(flushed(a), flushed(b)))
+
+    return d.elementwise(of_flushed if ftz else function, t, t, t)
 
 
 @form(r"fma\.rn(\.ftz)?\.(f32|f64)")

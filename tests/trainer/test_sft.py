@@ -98,6 +98,7 @@ def test_dynamic_fine_tuning_and_label_smoothing_are_trls(tokenizer, tmp_path, k
 
 def test_dynamic_fine_tuning_of_a_loss_that_is_not_fused_is_refused(tokenizer, tmp_path):
     """It would be trained without the factor of each token."""
+    trl_1_16()
     with pytest.raises(ValueError, match="loss_type='dft' needs a fused loss, but fusedce counts"):
         sft(tokenizer, tmp_path, unfused(llama()), loss_type="dft")
 
