@@ -171,11 +171,7 @@ def _refuse_other_terms(
             f"but it is {float(loss):.6g}: it has other weights, or another term"
         )
     fields = out.items() if isinstance(out, Mapping) else ()
-    named = [
-        name
-        for name, x in fields
-        if name != "loss" and isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()
-    ]
+    named = [name for name, x in fields if name != "loss" and _is_number(x)]
     term = " and ".join(named) or "a regulariser or router's loss that it does not return"
     raise ValueError(
         f"the model's loss is its cross-entropy and {other:.3g} more ({term}), which is no sum "
@@ -185,14 +181,21 @@ def _refuse_other_terms(
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """The ``loss ()`` among a model's outputs."""
+    """The loss ``()`` among a model's outputs: by name, alone, or the first number of a tuple."""
     if isinstance(outputs, Mapping):
         loss = outputs.get("loss")
+    elif isinstance(outputs, (Tensor, tuple, list)):
+        among = [outputs] if isinstance(outputs, Tensor) else outputs
+        loss = next((x for x in among if _is_number(x)), None)
     else:
-        loss = outputs[0] if isinstance(outputs, (tuple, list)) else getattr(outputs, "loss", None)
+        loss = getattr(outputs, "loss", None)
     if not isinstance(loss, Tensor):
         raise ValueError(f"the model returned no loss: {type(outputs).__name__}")
     return loss
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.numel() == 1
 
 
 # ---- the count by labels --------------------------------------------------------------------

@@ -11,7 +11,14 @@ from support.bounds import SAME_MODEL, STATISTIC, same_model
 from support.heads import MODES
 from support.tiny_trainer import V, bart, gpt2, llama
 from support.unfused import dora
-from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+)
 
 import fusedce
 from fusedce import fused_logprobs, fused_topk, head_report, model_logprobs, shift_labels
@@ -185,6 +192,20 @@ def test_an_encoder_and_decoder_predicts_its_labels(no_logits):
     found = model_logprobs(model, given)
     loss = float(model(**given).loss.detach())
     assert float(-found.logprob.detach().mean()) == pytest.approx(loss, rel=SAME_MODEL)
+
+
+def test_a_masked_language_model_predicts_its_labels(no_logits):
+    torch.manual_seed(0)
+    model = BertForMaskedLM(BertConfig(**SIZES)).eval()
+    found = model_logprobs(model, batch())
+    loss = float(model(**batch()).loss.detach())
+    used = found.argmax >= 0
+    assert torch.equal(used, batch()["labels"] != -100)
+    mean = float(-found.logprob.detach().sum() / used.sum())
+    assert mean == pytest.approx(loss, rel=SAME_MODEL)
+    ids = batch()["input_ids"]
+    with pytest.raises(ValueError, match='must hold "labels"'):
+        model_logprobs(model, {"input_ids": ids})
 
 
 def test_logits_that_cannot_stay_lazy_give_the_same_values():

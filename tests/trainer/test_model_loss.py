@@ -209,6 +209,26 @@ def test_a_model_that_returns_a_tuple_returns_its_loss_first():
     assert float(out.mean()) == pytest.approx(float(llama()(**batch).loss), rel=SAME_MODEL)
 
 
+@pytest.mark.parametrize("replaced", [True, False])
+@pytest.mark.parametrize("order", ["logits, loss", "loss alone"])
+def test_a_model_that_returns_its_loss_last_or_alone(order, replaced):
+    """As nanoGPT's: ``fusedce audit`` says to write ``model_loss`` for such a model."""
+
+    class Returning(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = replace_loss_head(llama()) if replaced else llama()
+
+        def forward(self, **batch):
+            out = self.inner(**batch)
+            return out.loss if order == "loss alone" else (out.logits, out.loss)
+
+    batch = micro_batches(0)[0]
+    found = model_loss(Returning(), batch)
+    assert found.n_valid == 4
+    torch.testing.assert_close(found.mean(), llama()(**batch).loss, rtol=SAME_MODEL, atol=0)
+
+
 def test_modules_in_evaluation_stay_so():
     model = Means()
     model.body.eval()
