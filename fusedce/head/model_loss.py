@@ -34,11 +34,24 @@ class LabelCount(NamedTuple):
     note: str | None  # why labels are counted; None if the loss is one fused cross-entropy
 
     def of(self, batch: Mapping[str, Any]) -> Tensor:
-        """``()`` int64: labels of a batch that its loss reads."""
+        """``()`` int64: labels of a batch that its loss reads.
+
+        Raises:
+            ValueError: labels of tokens are negative and not -100, and no fused loss checks them:
+                it would be a guess whether they count.
+        """
         labels = batch.get("shift_labels")
         if labels is None:
             labels = batch["labels"][..., self.shift :] if self.shift else batch["labels"]
-        return labels.ne(-100).sum()
+        used = labels.ne(-100)
+        if self.note is not None and labels.dim() > 1 and not labels.is_floating_point():
+            least = int(labels.where(used, 0).min()) if labels.numel() else 0
+            if least < 0:
+                raise ValueError(
+                    f"labels must be -100 where they do not count, got {least}: put -100 there, "
+                    f"and have the model's loss ignore it"
+                )
+        return used.sum()
 
     def given(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The batch, with other labels if its loss reads none: such a mean may have NaN gradients.

@@ -180,6 +180,21 @@ def test_a_batch_without_labels_adds_nothing(make):
         assert torch.equal(grad, other)
 
 
+def test_labels_that_are_ignored_by_another_number_are_not_counted():
+    """The mean of a loss that reads ``labels >= 0`` is not one over all that are not -100."""
+
+    class OfPositive(MaskedMean):
+        def forward(self, input_ids, labels=None):
+            return super().forward(input_ids, labels.masked_fill(labels < 0, -100))
+
+    model, ids = OfPositive(), WHOLE["input_ids"]
+    model_loss(model, {"input_ids": ids, "labels": ids})  # of which all count
+    padded = ids.clone()
+    padded[:, 2:] = -1
+    with pytest.raises(ValueError, match="must be -100 where they do not count, got -1"):
+        model_loss(model, {"input_ids": ids, "labels": padded})
+
+
 def test_labels_by_another_name_are_counted_anew():
     model, ids = llama(), WHOLE["input_ids"]
     shifted = {"input_ids": ids, "labels": ids, "shift_labels": shift_labels(ids)}
