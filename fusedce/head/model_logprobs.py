@@ -219,7 +219,11 @@ def _aligned_labels(model: Any, batch: Mapping[str, Any], given: dict[str, Any])
         if not isinstance(labels, Tensor):
             raise ValueError(f'batch must hold "labels", got the keys {sorted(batch)}')
         if decodes and "decoder_input_ids" not in given:
-            given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+            shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+            if shifted is None:  # Whisper shifts on the way to its loss alone
+                given["labels"] = labels
+            else:
+                given["decoder_input_ids"] = shifted(labels)
         return labels
 
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")

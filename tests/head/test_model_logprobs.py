@@ -18,6 +18,8 @@ from transformers import (
     CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 import fusedce
@@ -192,6 +194,23 @@ def test_an_encoder_and_decoder_predicts_its_labels(no_logits):
     found = model_logprobs(model, given)
     loss = float(model(**given).loss.detach())
     assert float(-found.logprob.detach().mean()) == pytest.approx(loss, rel=SAME_MODEL)
+
+
+def test_an_encoder_and_decoder_that_shifts_its_labels_only_for_a_loss(no_logits):
+    """Whisper has no ``prepare_decoder_input_ids_from_labels``."""
+    torch.manual_seed(0)
+    config = WhisperConfig(
+        vocab_size=V, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, num_mel_bins=4,
+        max_source_positions=8, max_target_positions=16, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=2,
+    )  # fmt: skip
+    model = WhisperForConditionalGeneration(config).eval()
+    given = {"input_features": torch.randn(2, 4, 16), "labels": batch()["labels"]}
+    found = model_logprobs(model, given)
+    loss = float(model(**given).loss.detach())
+    mean = float(-found.logprob.detach().sum() / (given["labels"] != -100).sum())
+    assert mean == pytest.approx(loss, rel=SAME_MODEL)
 
 
 def test_a_masked_language_model_predicts_its_labels(no_logits):
