@@ -119,7 +119,10 @@ def model_loss(
         raise TypeError(f"batch must be a mapping of tensors, got {type(batch).__name__}")
     labels = batch.get("labels", batch.get("shift_labels"))
     if not isinstance(labels, Tensor):
-        raise ValueError(f'batch must hold "labels", got the keys {sorted(batch)}')
+        raise ValueError(
+            f'batch must hold "labels", got the keys {sorted(batch)}: of a model that names them '
+            f"otherwise, give LossAccumulator (loss * n, n), where n labels () int64 count"
+        )
     weights = check_losses(losses)
     given = {k: x for k, x in batch.items() if k != "num_items_in_batch"}
     counted = known_label_count(model)

@@ -79,7 +79,7 @@ def test_two_ranks_of_accelerate(rank):
 
 
 def test_a_wrong_batch_is_refused():
-    with pytest.raises(ValueError, match='batch must hold "labels"'):
+    with pytest.raises(ValueError, match="names them otherwise, give LossAccumulator"):
         model_loss(llama(), {"input_ids": torch.zeros(1, 2)})
     with pytest.raises(TypeError, match="batch must be a mapping"):
         model_loss(llama(), [1])
