@@ -37,7 +37,8 @@ def train(epochs: int = 2) -> list[dict[str, float]]:
         fully_shard(layer)
     fully_shard(model)  # the head is whole inside forward, where the loss is computed
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    # FSDP2 averages. After model.set_gradient_divide_factor(1.0) it adds: grad_reduction="sum".
+    # FSDP2 averages. After set_gradient_divide_factor(1.0) on each sharded module, layers too, it
+    # adds: grad_reduction="sum".
     acc = fusedce.LossAccumulator(model)
     mine, accumulation = batches()[rank::world], ACCUMULATION // world
     history = []

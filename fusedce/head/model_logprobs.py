@@ -61,12 +61,13 @@ def model_logprobs(
         >>> (-stats.logprob * advantages).sum() / used.sum()  # doctest: +SKIP
 
     Args:
-        model: a causal language model, with DDP or accelerate around it. Its head need not be
+        model: a language model, with DDP or accelerate around it. Its head need not be
             replaced; it stays as it is. With FSDP, call :func:`fusedce.replace_loss_head` before
             that wraps it. It runs in the mode that it is in (dropout), with or without gradients.
         batch: keyword arguments of the model. Labels are ``labels (B, T)``, not shifted, with -100
             at prompts and padding; or ``shift_labels (B, T)``, aligned; or else ``input_ids`` where
-            ``attention_mask`` is 1. The labels of an encoder-decoder model are aligned.
+            ``attention_mask`` is 1. The labels of an encoder-decoder or masked language model
+            (``...ForMaskedLM``) are aligned.
         temperature: positive divisor of the finished logits: a number, or floats ``(B, T)``, one
             per position, or ``(B, 1)``, one per sequence, without gradient.
         top: number of likeliest classes to return as well, as :func:`fusedce.fused_topk` does; what
@@ -213,11 +214,16 @@ def _aligned_labels(model: Any, batch: Mapping[str, Any], given: dict[str, Any])
     labels, aligned = batch.get("labels"), batch.get("shift_labels")
     if isinstance(aligned, Tensor):
         return aligned
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if decodes or getattr(model, "loss_type", None) == "ForMaskedLM":
         if not isinstance(labels, Tensor):
             raise ValueError(f'batch must hold "labels", got the keys {sorted(batch)}')
-        if "decoder_input_ids" not in given:
-            given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+        if decodes and "decoder_input_ids" not in given:
+            shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+            if shifted is None:  # Whisper shifts on the way to its loss alone
+                given["labels"] = labels
+            else:
+                given["decoder_input_ids"] = shifted(labels)
         return labels
 
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")

@@ -34,11 +34,24 @@ class LabelCount(NamedTuple):
     note: str | None  # why labels are counted; None if the loss is one fused cross-entropy
 
     def of(self, batch: Mapping[str, Any]) -> Tensor:
-        """``()`` int64: labels of a batch that its loss reads."""
+        """``()`` int64: labels of a batch that its loss reads.
+
+        Raises:
+            ValueError: labels of tokens are negative and not -100, and no fused loss checks them:
+                it would be a guess whether they count.
+        """
         labels = batch.get("shift_labels")
         if labels is None:
             labels = batch["labels"][..., self.shift :] if self.shift else batch["labels"]
-        return labels.ne(-100).sum()
+        used = labels.ne(-100)
+        if self.note is not None and labels.dim() > 1 and not labels.is_floating_point():
+            least = int(labels.where(used, 0).min()) if labels.numel() else 0
+            if least < 0:
+                raise ValueError(
+                    f"labels must be -100 where they do not count, got {least}: put -100 there, "
+                    f"and have the model's loss ignore it"
+                )
+        return used.sum()
 
     def given(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The batch, with other labels if its loss reads none: such a mean may have NaN gradients.
@@ -106,7 +119,10 @@ def model_loss(
         raise TypeError(f"batch must be a mapping of tensors, got {type(batch).__name__}")
     labels = batch.get("labels", batch.get("shift_labels"))
     if not isinstance(labels, Tensor):
-        raise ValueError(f'batch must hold "labels", got the keys {sorted(batch)}')
+        raise ValueError(
+            f'batch must hold "labels", got the keys {sorted(batch)}: of a model that names them '
+            f"otherwise, give LossAccumulator (loss * n, n), where n labels () int64 count"
+        )
     weights = check_losses(losses)
     given = {k: x for k, x in batch.items() if k != "num_items_in_batch"}
     counted = known_label_count(model)
@@ -171,11 +187,7 @@ def _refuse_other_terms(
             f"but it is {float(loss):.6g}: it has other weights, or another term"
         )
     fields = out.items() if isinstance(out, Mapping) else ()
-    named = [
-        name
-        for name, x in fields
-        if name != "loss" and isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()
-    ]
+    named = [name for name, x in fields if name != "loss" and _is_number(x)]
     term = " and ".join(named) or "a regulariser or router's loss that it does not return"
     raise ValueError(
         f"the model's loss is its cross-entropy and {other:.3g} more ({term}), which is no sum "
@@ -185,14 +197,21 @@ def _refuse_other_terms(
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """The ``loss ()`` among a model's outputs."""
+    """The loss ``()`` among a model's outputs: by name, alone, or the first number of a tuple."""
     if isinstance(outputs, Mapping):
         loss = outputs.get("loss")
+    elif isinstance(outputs, (Tensor, tuple, list)):
+        among = [outputs] if isinstance(outputs, Tensor) else outputs
+        loss = next((x for x in among if _is_number(x)), None)
     else:
-        loss = outputs[0] if isinstance(outputs, (tuple, list)) else getattr(outputs, "loss", None)
+        loss = getattr(outputs, "loss", None)
     if not isinstance(loss, Tensor):
         raise ValueError(f"the model returned no loss: {type(outputs).__name__}")
     return loss
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.numel() == 1
 
 
 # ---- the count by labels --------------------------------------------------------------------

@@ -11,7 +11,16 @@ from support.bounds import SAME_MODEL, STATISTIC, same_model
 from support.heads import MODES
 from support.tiny_trainer import V, bart, gpt2, llama
 from support.unfused import dora
-from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 import fusedce
 from fusedce import fused_logprobs, fused_topk, head_report, model_logprobs, shift_labels
@@ -185,6 +194,37 @@ def test_an_encoder_and_decoder_predicts_its_labels(no_logits):
     found = model_logprobs(model, given)
     loss = float(model(**given).loss.detach())
     assert float(-found.logprob.detach().mean()) == pytest.approx(loss, rel=SAME_MODEL)
+
+
+def test_an_encoder_and_decoder_that_shifts_its_labels_only_for_a_loss(no_logits):
+    """Whisper has no ``prepare_decoder_input_ids_from_labels``."""
+    torch.manual_seed(0)
+    config = WhisperConfig(
+        vocab_size=V, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, num_mel_bins=4,
+        max_source_positions=8, max_target_positions=16, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=2,
+    )  # fmt: skip
+    model = WhisperForConditionalGeneration(config).eval()
+    given = {"input_features": torch.randn(2, 4, 16), "labels": batch()["labels"]}
+    found = model_logprobs(model, given)
+    loss = float(model(**given).loss.detach())
+    mean = float(-found.logprob.detach().sum() / (given["labels"] != -100).sum())
+    assert mean == pytest.approx(loss, rel=SAME_MODEL)
+
+
+def test_a_masked_language_model_predicts_its_labels(no_logits):
+    torch.manual_seed(0)
+    model = BertForMaskedLM(BertConfig(**SIZES)).eval()
+    found = model_logprobs(model, batch())
+    loss = float(model(**batch()).loss.detach())
+    used = found.argmax >= 0
+    assert torch.equal(used, batch()["labels"] != -100)
+    mean = float(-found.logprob.detach().sum() / used.sum())
+    assert mean == pytest.approx(loss, rel=SAME_MODEL)
+    ids = batch()["input_ids"]
+    with pytest.raises(ValueError, match='must hold "labels"'):
+        model_logprobs(model, {"input_ids": ids})
 
 
 def test_logits_that_cannot_stay_lazy_give_the_same_values():

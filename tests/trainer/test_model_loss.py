@@ -79,7 +79,7 @@ def test_two_ranks_of_accelerate(rank):
 
 
 def test_a_wrong_batch_is_refused():
-    with pytest.raises(ValueError, match='batch must hold "labels"'):
+    with pytest.raises(ValueError, match="names them otherwise, give LossAccumulator"):
         model_loss(llama(), {"input_ids": torch.zeros(1, 2)})
     with pytest.raises(TypeError, match="batch must be a mapping"):
         model_loss(llama(), [1])
@@ -180,6 +180,21 @@ def test_a_batch_without_labels_adds_nothing(make):
         assert torch.equal(grad, other)
 
 
+def test_labels_that_are_ignored_by_another_number_are_not_counted():
+    """The mean of a loss that reads ``labels >= 0`` is not one over all that are not -100."""
+
+    class OfPositive(MaskedMean):
+        def forward(self, input_ids, labels=None):
+            return super().forward(input_ids, labels.masked_fill(labels < 0, -100))
+
+    model, ids = OfPositive(), WHOLE["input_ids"]
+    model_loss(model, {"input_ids": ids, "labels": ids})  # of which all count
+    padded = ids.clone()
+    padded[:, 2:] = -1
+    with pytest.raises(ValueError, match="must be -100 where they do not count, got -1"):
+        model_loss(model, {"input_ids": ids, "labels": padded})
+
+
 def test_labels_by_another_name_are_counted_anew():
     model, ids = llama(), WHOLE["input_ids"]
     shifted = {"input_ids": ids, "labels": ids, "shift_labels": shift_labels(ids)}
@@ -207,6 +222,26 @@ def test_a_model_that_returns_a_tuple_returns_its_loss_first():
     batch = micro_batches(0)[1]
     out = model_loss(replace_loss_head(llama()), {**batch, "return_dict": False})
     assert float(out.mean()) == pytest.approx(float(llama()(**batch).loss), rel=SAME_MODEL)
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+@pytest.mark.parametrize("order", ["logits, loss", "loss alone"])
+def test_a_model_that_returns_its_loss_last_or_alone(order, replaced):
+    """As nanoGPT's: ``fusedce audit`` says to write ``model_loss`` for such a model."""
+
+    class Returning(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = replace_loss_head(llama()) if replaced else llama()
+
+        def forward(self, **batch):
+            out = self.inner(**batch)
+            return out.loss if order == "loss alone" else (out.logits, out.loss)
+
+    batch = micro_batches(0)[0]
+    found = model_loss(Returning(), batch)
+    assert found.n_valid == 4
+    torch.testing.assert_close(found.mean(), llama()(**batch).loss, rtol=SAME_MODEL, atol=0)
 
 
 def test_modules_in_evaluation_stay_so():
