@@ -288,7 +288,14 @@ def find_label_count(
         else:
             exact, shift = True, 0
             if whole and labels.dim() > 1:
-                exact, shift = _probe(model, inputs, name, loss_of(outputs))
+                try:
+                    exact, shift = _probe(model, inputs, name, loss_of(outputs))
+                except IndexError as error:  # of F.cross_entropy, on a CPU
+                    raise ValueError(
+                        f"the loss of {type(model).__name__} takes no label of -100 ({error}): "
+                        f"have its F.cross_entropy ignore -100, and put -100 where labels do not "
+                        f"count"
+                    ) from error
             note = _note(inner_model(model), observer, exact=exact)
             logger.warning("fusedce %s", note)
             found = LabelCount(name, shift, note)

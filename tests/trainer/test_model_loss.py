@@ -195,6 +195,16 @@ def test_labels_that_are_ignored_by_another_number_are_not_counted():
         model_loss(model, {"input_ids": ids, "labels": padded})
 
 
+def test_a_loss_that_takes_no_label_of_minus_100_is_refused():
+    class Ignores(Means):
+        def forward(self, input_ids, labels):
+            logits = self.lm_head(self.body(input_ids)).mT
+            return (F.cross_entropy(logits, labels, ignore_index=-1),)
+
+    with pytest.raises(ValueError, match="Ignores takes no label of -100"):
+        model_loss(Ignores(), {"input_ids": WHOLE["input_ids"], "labels": WHOLE["input_ids"]})
+
+
 def test_labels_by_another_name_are_counted_anew():
     model, ids = llama(), WHOLE["input_ids"]
     shifted = {"input_ids": ids, "labels": ids, "shift_labels": shift_labels(ids)}
