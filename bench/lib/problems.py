@@ -172,11 +172,9 @@ def problems(
     peers = [*losses.ON_CPU] if device == "cpu" else [*losses.IMPLEMENTATIONS]
     if suite in ("time", "memory", "forward"):
         mode = "forward" if suite == "forward" else "train"
-        # Two-byte inputs on a CPU are for tests: one size says what they cost.
-        in_two_bytes = shapes or (SHAPES[:1] if device == "cpu" else SHAPES)
-        for shape, dtype in itertools.product(shapes or SHAPES, ("float32", "bfloat16")):
-            if dtype == "bfloat16" and shape not in in_two_bytes:
-                continue
+        # (Two-byte inputs on a CPU are for tests.)
+        dtypes = ["float32"] if device == "cpu" else ["float32", "bfloat16"]
+        for shape, dtype in itertools.product(shapes or SHAPES, dtypes):
             same = ["eager, plain"] if dtype == "float32" else []  # as eager
             names = [name for name in peers if name not in same]
             yield made(*shape, dtype=dtype, mode=mode, ignored=0.25), names
