@@ -545,7 +545,6 @@ def tables(data: dict[str, Any], page: Path | None) -> None:
                 "": row["name"],
                 "ms": f"{row['ms']:.3g}" if "ms" in row else row.get("failed", "").split(":")[0],
                 "/ bare products": f"{row['over_products']:.2f}" if "over_products" in row else "",
-                "TFLOP/s": row.get("tflops") or "",
                 "peak MiB": "" if row.get("peak_mib") is None else f"{row['peak_mib']:,.0f}",
                 "largest error": f"{max(row['errors'].values()):.1e}" if row.get("errors") else "",
                 "roundings of d_weight": f"{row['roundings']:.2f}" if "roundings" in row else "",

@@ -124,8 +124,11 @@ def _cells(suite: str, row: Row) -> dict[str, object]:
         "/ bare GEMMs": f"{row['ratio']:.2f}" if row["ratio"] else "",
         "TFLOP/s": f"{rate:.3g}" if rate else "",
         "extra peak MiB": mebibytes(row.get("extra_peak_bytes")),
-        **{f"error of {k}": _error(row, k) for k in ("loss", "d_hidden", "d_weight")},
+        **{f"error of {k}": _error(row, k) for k in _ERRORS},
     }
+
+
+_ERRORS = ("loss", "d_hidden", "d_weight")
 
 
 def _error(row: Row, name: str) -> str:
@@ -167,7 +170,8 @@ def write_tables(page: Path, tag: str, rows: list[Row], where: str) -> None:
     """Rewrite each table that ``page`` has a place for; "time" has both passes."""
     for suite in dict.fromkeys(r["suite"] for r in rows):
         if marked(page, f"{suite} {tag}"):
-            without = ("range", "wall ms", "TFLOP/s", "flops")
+            errors = tuple(f"error of {k}" for k in _ERRORS)  # those of "time" are shown
+            without = ("range", "wall ms", "TFLOP/s", "flops", *errors)
             own = {"time": beside, "eager": over_eager}.get(suite)
             body = own(rows) if own else table(suite, rows, without)
             put(page, f"{suite} {tag}", f"{body}\n\n{where}")

@@ -153,8 +153,6 @@ def distances(pairs: list[tuple[Row, Row]]) -> dict[str, str]:
     return {
         "logged loss": f"{mean('logged'):.1e}",
         "at most": f"{max(map(max, gaps('logged'))):.1e}",
-        "last step": f"{statistics.fmean(run[-1] for run in gaps('logged')):.1e}",
-        "token mean": f"{mean('true'):.1e}",
         "gradient's norm": f"{mean('grad_norm') / norm:.1e}",
     }
 
