@@ -130,7 +130,7 @@ def test_tables_of_the_gpu_are_those_of_the_data(tmp_path):
     importlib.import_module("gpu").tables(data, copy)
     counts = r" \(\d+ files? of kernels and launchers changed since\)"
     assert re.sub(counts, "", copy.read_text()) == re.sub(counts, "", text)
-    assert text.count("<!-- gpu ") == 9
+    assert text.count("<!-- gpu ") == 7
 
 
 def test_what_has_changed_since_a_gpu_measured_is_counted():
