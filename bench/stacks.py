@@ -322,7 +322,7 @@ def measure_all(stack: str) -> list[dict[str, Any]]:
 
 
 def launched(ranks: int, function: Callable[..., Any], *args: Any) -> Any:
-    """What the first of several ranks returns."""
+    """Run a function on several ranks, and return what the first one returns."""
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=ranks, max_restarts=0, run_id="stacks",
         rdzv_backend="c10d", rdzv_endpoint="localhost:0",

@@ -281,7 +281,7 @@ def find_label_count(
                     f"{observer.ignored[0]} now; or write a loop with LossAccumulator and "
                     f"model_loss(model, batch), which count as the loss does"
                 )
-            # Of every batch: where ranks come together in a forward, they need equally many.
+            # Each batch takes this forward, since FSDP's ranks must run equally many.
             reads_first = _reads_first(model, inputs, name)
             left_out = labels.numel() - int(observer.losses[0][1])  # by a shift, or as padding
             found = LabelCount(name, int(left_out > 0 and not reads_first), None)
