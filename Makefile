@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 EXTRAS := .[cli,testing,transformers]
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all quick compiled gpu fuzz test-oldest test-newest test-torch2.11 lint docs clean
+.PHONY: help demo test test-slow test-all quick compiled gpu deepspeed fuzz test-oldest test-newest test-torch2.11 lint docs clean
 
 help:
 	@echo "make demo   train a small model three ways, compare, write out/ (set-up, then 2 minutes)"
@@ -17,6 +17,7 @@ help:
 	@echo "make gpu    all tests of compiled kernels on this machine's GPU; the three above have it, too"
 	@echo "            JITTER=7 sums products as another CPU would, ORDER=7 shuffles the tests,"
 	@echo "            TESTS=tests/loss chooses among them: for each of the five"
+	@echo "make deepspeed  tests of ZeRO with DeepSpeed 0.19.8"
 	@echo "make fuzz   property tests on random examples for SECONDS=300"
 	@echo "make test-oldest, make test-newest, make test-torch2.11"
 	@echo "            every test with the oldest and the newest torch and Triton (Python 3.10, 3.13),"
@@ -63,6 +64,11 @@ gpu: $(STAMP)
 	@echo "== compiled kernels on the GPU"
 	@$(HAS_GPU) || { echo "torch sees no GPU here"; exit 1; }
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 8 --dist loadfile --durations=20 tests/gpu
+
+deepspeed: $(STAMP)
+	@echo "== ZeRO 0 to 3 with DeepSpeed itself, which is installed into .venv"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt deepspeed==0.19.8
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/accumulate/test_deepspeed.py tests/head/test_other_engines.py
 
 SECONDS ?= 300
 fuzz: $(STAMP)
