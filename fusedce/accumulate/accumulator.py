@@ -87,7 +87,8 @@ class LossAccumulator:
         losses: names and weights of several losses a step, ``{"main": 1, "next2": 0.3}`` (at most
             8). Each is divided by its own tokens; counts must be declared.
         watch: False, no guard, for engines that take gradients away from ``.grad``.
-        name: tells accumulators of the same ranks apart; equal on all of them.
+        name: tells accumulators of the same ranks apart, where these might finish windows of two of
+            them in another order: that raises. Equal on all of them.
 
     Attributes:
         should_step: False after a window without any valid token under "skip", else True.
@@ -182,7 +183,6 @@ class LossAccumulator:
         self._announced = None
         with self._exchange.tell_peers_on_error(WINDOW):
             self._refuse_open_window("open another")
-            self._exchange.check_name()
             declared = [
                 as_counts(f"counts of {name!r}" if name else "counts", x)
                 for name, x in zip(self._weights, counts, strict=False)
@@ -423,7 +423,6 @@ class LossAccumulator:
         """Sums over ranks of a window that ends, after its one all-gather, and what to divide."""
         with self._exchange.tell_peers_on_error(purpose):
             self._check_entered()
-            self._exchange.check_name()
             sums: list[float] = []
             if self._has_loss:
                 window.check_complete()

@@ -9,9 +9,7 @@ One process is a group of one rank, whose table has one row and needs no collect
 from __future__ import annotations
 
 import contextlib
-import gc
 import struct
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -82,9 +80,6 @@ class Pending(NamedTuple):
         return []
 
 
-_LIVE: weakref.WeakSet[Exchange] = weakref.WeakSet()
-
-
 class Exchange:
     """Messages between the ranks of one accumulator, each an all-gather of one row per rank.
 
@@ -98,29 +93,6 @@ class Exchange:
 
     def __reduce__(self) -> Any:
         return Exchange, (self.ranks, self.name)
-
-    def check_name(self) -> None:
-        """Raise ``RuntimeError`` if a live accumulator of the same ranks has the same name.
-
-        Ranks that use two of them in another order would add up sums of different losses. One that
-        has failed last is left out: a restarted loop makes another one.
-        """
-        if self.ranks.size() == 1:
-            return
-        _LIVE.add(self)
-        if self._namesake():
-            gc.collect()  # one in a cycle of references is gone, but not yet collected
-            if self._namesake():
-                raise RuntimeError(
-                    f"two live LossAccumulators with name={self.name!r} share the same ranks, "
-                    f"whose messages could be mistaken for one another: give each a name= of its "
-                    f"own, or delete the one that is no longer used"
-                )
-
-    def _namesake(self) -> bool:
-        mine = (self.ranks.name(), self.name)
-        others = [x for x in _LIVE if x is not self and not x.has_failed]
-        return any((x.ranks.name(), x.name) == mine for x in others)
 
     def send(
         self,

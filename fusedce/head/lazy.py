@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
@@ -111,7 +112,6 @@ class LazyLogits(Uncompiled):
     expr: Expr
     memory: Memory
     meta: Tensor
-    OVERRIDES: ClassVar[dict[Any, Any]] = {}  # functions that are replaced above autograd
 
     @staticmethod
     def __new__(cls, expr: Expr, memory: Memory, meta: Tensor, device: torch.device) -> LazyLogits:
@@ -156,7 +156,7 @@ class LazyLogits(Uncompiled):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler = cls.OVERRIDES.get(func)
+        handler = _ABOVE_AUTOGRAD.get(func)
         with NO_TORCH_FUNCTION():
             if handler is not None:
                 return handler(func, *args, **(kwargs or {}))
@@ -322,6 +322,13 @@ def _write(func: Any, schema: OpSchema, args: tuple[Any, ...], kwargs: dict[str,
 # ---- above autograd -----------------------------------------------------------------------------
 
 
+def _cross_entropy(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:  # torch's name
+    """``F.cross_entropy``, by the head of the logits."""
+    for call in input.expr.steps if isinstance(input, LazyLogits) else ():
+        return call.head.cross_entropy(func, input, *args, **kwargs)
+    return func(input, *args, **kwargs)
+
+
 def _differentiated(func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """``torch.autograd.grad``: a gradient of logits is returned as real numbers.
 
@@ -367,10 +374,14 @@ def _set_data(func: Any, x: LazyLogits, data: Any) -> Any:
 
 _MEMORY = (T.numpy, T.__array__, T.data_ptr, T.__dlpack__, T.share_memory_, T.storage,
            T._typed_storage, T.untyped_storage, T.tolist, T.apply_, T.map_, T.map2_)  # fmt: skip
-LazyLogits.OVERRIDES |= dict.fromkeys(_MEMORY, _with_memory)
-LazyLogits.OVERRIDES |= {torch.autograd.grad: _differentiated, T.retain_grad: _retained}
-LazyLogits.OVERRIDES[T.register_hook] = _hooked
-LazyLogits.OVERRIDES[T.data.__set__] = _set_data
+_ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
+    F.cross_entropy: _cross_entropy,
+    torch.autograd.grad: _differentiated,
+    T.retain_grad: _retained,
+    T.register_hook: _hooked,
+    T.data.__set__: _set_data,
+    **dict.fromkeys(_MEMORY, _with_memory),
+}
 
 
 def _method(func: Any) -> Any:

@@ -47,18 +47,22 @@ class Head:
 
     Attributes:
         report: counts of losses and logits.
+        cross_entropy: the loss of its lazy logits: ``F.cross_entropy``, then that one's arguments.
         memory_budget: bytes that the loss may hold, or ``None``.
         waiting: losses of this head whose gradients may wait for backward; no copy has them.
     """
 
-    def __init__(self, report: HeadCounts, memory_budget: int | None) -> None:
-        self.report, self.memory_budget = report, memory_budget
+    def __init__(
+        self, report: HeadCounts, cross_entropy: Callable[..., Any], memory_budget: int | None
+    ) -> None:
+        self.report, self.cross_entropy = report, cross_entropy
+        self.memory_budget = memory_budget
         self.waiting: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-    def __getstate__(self) -> tuple[HeadCounts, int | None]:
-        return self.report, self.memory_budget
+    def __getstate__(self) -> tuple[HeadCounts, Callable[..., Any], int | None]:
+        return self.report, self.cross_entropy, self.memory_budget
 
-    def __setstate__(self, state: tuple[HeadCounts, int | None]) -> None:
+    def __setstate__(self, state: tuple[HeadCounts, Callable[..., Any], int | None]) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:

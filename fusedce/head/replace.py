@@ -9,17 +9,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..contract.checks import memory_budget_of
 from ..contract.groups import is_dtensor
-from .lazy import LazyLogits
 from .lent_input import Head, ShardedForward, classes_of, head_of, take_back
 from .loss import cross_entropy
 from .observe import HeadCounts, HeadReport
-
-LazyLogits.OVERRIDES[F.cross_entropy] = cross_entropy
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _TRL = (
@@ -81,7 +77,7 @@ def replace_loss_head(
         for module in model.modules():
             module.__dict__.pop(LABELS, None)  # found out with the head as it was
         _restore(head)  # it may have been replaced before an adapter was put around it
-        head.register_forward_pre_hook(Head(HeadCounts(), memory_budget))
+        head.register_forward_pre_hook(Head(HeadCounts(), cross_entropy, memory_budget))
         head.register_forward_hook(take_back, prepend=True, always_call=True)
         if "forward" in head.__dict__ and is_dtensor(head._parameters.get("weight")):
             head.forward = ShardedForward(head)

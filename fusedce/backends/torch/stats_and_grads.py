@@ -13,8 +13,6 @@ what it adds to both gradients is added in float32.
 
 from __future__ import annotations
 
-import collections
-import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -50,14 +48,8 @@ _KEPT_TOKENS = 2048  # whose logits are kept on a device, or a quarter of all
 _LOWEST = -1e4  # nats: a probability of 0, in float64 too
 
 
-_kept: collections.Counter[torch.device] = collections.Counter()  # bytes of live kept logits
-
-
 def room_for_logits(problem: Problem) -> Tensor | None:
-    """``(V, N)``, if finished logits of all positions take no more than a chunk's by default.
-
-    What calls before it have kept counts as well: many may wait for one backward.
-    """
+    """``(V, N)``, if finished logits of all positions take no more than a chunk's by default."""
     N, V, acc = len(problem.labels), len(problem.weight), acc_dtype(problem.hidden.dtype)
     device, size = problem.hidden.device, N * V * acc.itemsize
     limited = problem.memory_budget is not None or problem.chunk_tokens is not None
@@ -65,12 +57,9 @@ def room_for_logits(problem: Problem) -> Tensor | None:
     if not on_cpu(problem.hidden):  # as a chunk's by default
         chunk = max(-(-N // 4), _KEPT_TOKENS) * V * problem.hidden.element_size()
         budget = min(device_budget(memory_of(device)), chunk)
-    if limited or _kept[device] + size > budget:
+    if limited or size > budget:
         return None
-    kept = torch.empty(V, N, dtype=acc, device=device)
-    _kept[device] += size
-    weakref.finalize(kept, _kept.subtract, {device: size})
-    return kept
+    return torch.empty(V, N, dtype=acc, device=device)
 
 
 def token_stats(
