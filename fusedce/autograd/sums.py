@@ -18,6 +18,7 @@ kernel of the operator that compilers, modes and tensor subclasses see.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -107,27 +108,22 @@ class _Sum(torch.autograd.Function):
 
 def compute(task: Task) -> Computed:
     """The sum, and the gradients that are wanted."""
-    if torch._C._is_any_autocast_enabled():
-        # It would reach the products inside, which are in the dtype they must be in already.
-        with torch.autocast(task.problem.hidden.device.type, enabled=False):
-            return _compute(task)
-    return _compute(task)
-
-
-def _compute(task: Task) -> Computed:
     problem, wanted, divergence, _ = task
     labels, backend = problem.labels, get_backend(problem.backend)
     argmax = None
     if wanted.argmax:
         argmax = torch.empty(labels.shape, dtype=torch.int64, device=labels.device)
-    if divergence is not None:
-        losses, n_valid, *grads = backend.divergence_and_grads(task)
-        total = losses.sum(dtype=torch.float64).to(losses.dtype)
-    elif wanted.hidden or wanted.weight or wanted.bias:
-        total, n_valid, *grads = backend.loss_and_grads(task, argmax)
-    else:
-        total, n_valid = backend.loss(problem)
-        grads = []
+    casts = torch._C._is_any_autocast_enabled()
+    # It would reach the products inside, which are in the dtype they must be in already.
+    with torch.autocast(labels.device.type, enabled=False) if casts else nullcontext():
+        if divergence is not None:
+            losses, n_valid, *grads = backend.divergence_and_grads(task)
+            total = losses.sum(dtype=torch.float64).to(losses.dtype)
+        elif wanted.hidden or wanted.weight or wanted.bias:
+            total, n_valid, *grads = backend.loss_and_grads(task, argmax)
+        else:
+            total, n_valid = backend.loss(problem)
+            grads = []
     return total, n_valid, argmax, *grads
 
 

@@ -93,12 +93,13 @@ def default_backend(device: torch.device, dtype: torch.dtype) -> str:
     Raises:
         RuntimeError: the device has no float64, in which losses are summed.
     """
-    if not type_of(device).float64:
+    kind = type_of(device)
+    if not kind.float64:
         raise RuntimeError(
             f"hidden must be on a device that has float64, in which losses are summed, not on "
             f"{device}: move hidden, weight and labels to the CPU"
         )
-    usable = type_of(device).triton and why_not_triton(device, dtype) is None
+    usable = kind.triton and why_not_triton(device, dtype) is None
     return "triton" if usable else "torch"
 
 

@@ -344,10 +344,8 @@ def check_sharding(tokens_sharded: bool, vocab_size: int | None) -> None:
         check_int("vocab_size", vocab_size, "an int or None")
 
 
-def check_unsharded(tokens_sharded: bool, vocab_size: int | None) -> None:
-    """Check that the arguments of a sharded vocabulary have their defaults."""
-    if tokens_sharded is False and vocab_size is None:
-        return
+def refuse_sharding(tokens_sharded: bool, vocab_size: int | None) -> None:
+    """Raise where an argument of a sharded vocabulary is given with a whole one."""
     check_sharding(tokens_sharded, vocab_size)
     for name, given in (("tokens_sharded", tokens_sharded), ("vocab_size", vocab_size is not None)):
         if given:

@@ -102,20 +102,19 @@ def fused_cross_entropy(
 
     function = LOSSES if reduction == "none" else SUM
     problem, vocabulary = prepared(problem, sharding, function, check)
-    stats_of = vocabulary.stats_of()
     if reduction == "none":
-        losses = dispatch.token_losses(Task(problem), stats_of)
+        losses = dispatch.token_losses(Task(problem), vocabulary.stats_of)
         return vocabulary.tokens.own(losses)[0].view(local_of(labels).shape)
     dtype = acc_dtype(problem.hidden.dtype)
     if reduction == "sum":
         one = problem.hidden.new_ones((), dtype=dtype)
         task = Task(problem.replace(expected_upstream=one))
-        return dispatch.loss_sum(task, stats_of)[0].loss_sum
+        return dispatch.loss_sum(task, vocabulary.stats_of)[0].loss_sum
     weights, count = weights_and_count(problem)
     # If all weights are 0, the mean is 0 / 0, as in torch; without a valid label it is 0.
     denominator = torch.where(count > 0, weights, 1.0).to(dtype)
     task = Task(problem.replace(expected_upstream=1 / denominator))
-    return dispatch.loss_sum(task, stats_of)[0].loss_sum / denominator
+    return dispatch.loss_sum(task, vocabulary.stats_of)[0].loss_sum / denominator
 
 
 # ---- under the names and with the order of arguments of other libraries --------------------------

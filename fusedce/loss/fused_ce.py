@@ -117,20 +117,19 @@ def fused_ce(
     )  # fmt: skip
 
     def check(given: Problem) -> dict[str, Any]:
-        if type(monitor) is tuple and not monitor and argmax_out is None:
-            return {}
         check_outputs(monitor, local_of(argmax_out), given.labels)
         beside = [*sorted(monitor), *["argmax_out"][: argmax_out is not None]]
         return {"monitor": ", ".join(beside)}
 
     sharding = process_group, tokens_sharded, vocab_size
-    problem, vocabulary = prepared(problem, sharding, SUM, check)
+    loss_alone = type(monitor) is tuple and not monitor and argmax_out is None
+    problem, vocabulary = prepared(problem, sharding, SUM, None if loss_alone else check)
     wanted = Outputs(
         argmax=argmax_out is not None or "correct" in monitor,
         entropy="entropy" in monitor,
         lse="z_loss" in monitor,
     )
-    out, values = dispatch.loss_sum(Task(problem, wanted), vocabulary.stats_of())
+    out, values = dispatch.loss_sum(Task(problem, wanted), vocabulary.stats_of)
     if monitor:
         out = MonitoredLossSum.of(out, monitored_sums(problem, monitor, values))
     if argmax_out is not None:

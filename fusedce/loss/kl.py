@@ -116,7 +116,7 @@ def fused_kl(
         return out
     wanted = Outputs(argmax="correct" in monitor, entropy="entropy" in monitor)
     with torch.no_grad():
-        _, values = dispatch.loss_sum(Task(task.problem, wanted), vocabulary.stats_of())
+        _, values = dispatch.loss_sum(Task(task.problem, wanted), vocabulary.stats_of)
     return MonitoredLossSum.of(out, monitored_sums(task.problem, monitor, values))
 
 

@@ -128,7 +128,7 @@ def fused_logprobs(
     sharding = process_group, tokens_sharded, vocab_size
     problem, vocabulary = prepared(problem, sharding, STATISTICS, check, temperature)
     wanted = Outputs(lse=True, entropy=True, argmax=True, zmean=mean_logit)
-    logprob, stats = dispatch.token_stats(Task(problem, wanted), vocabulary.stats_of())
+    logprob, stats = dispatch.token_stats(Task(problem, wanted), vocabulary.stats_of)
     assert stats.argmax is not None
     more = [stats.entropy, stats.lse, stats.argmax, *[stats.zmean][: int(mean_logit)]]
     logprob, *more = vocabulary.tokens.own(logprob, *more)
@@ -173,8 +173,8 @@ def fused_argmax(
         backend=backend,
     )  # fmt: skip
     sharding = process_group, tokens_sharded, vocab_size
-    problem, vocabulary = prepared(problem, sharding, ARGMAX, lambda given: {})
+    problem, vocabulary = prepared(problem, sharding, ARGMAX, None)
     task = Task(problem, Outputs(argmax=True))
-    argmax = dispatch.token_stats(task, vocabulary.stats_of())[1].argmax
+    argmax = dispatch.token_stats(task, vocabulary.stats_of)[1].argmax
     assert argmax is not None
     return vocabulary.tokens.own(argmax)[0].view(local_of(hidden).shape[:-1])

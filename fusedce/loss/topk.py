@@ -86,7 +86,7 @@ def fused_topk(
         return {"k": k, "differentiable": differentiable}
 
     sharding = process_group, tokens_sharded, vocab_size
-    problem, (shard, tokens) = prepared(problem, sharding, TOPK, check, temperature)
+    problem, (shard, tokens, _) = prepared(problem, sharding, TOPK, check, temperature)
     V = problem.weight.shape[0] if shard is None else shard.V
     if not 1 <= k <= V:
         raise ValueError(f"k must be in [1, V] with V={V} (from weight), got {k}")

@@ -19,11 +19,11 @@ from ..contract.checks import (
     check_tensor_types,
     check_tensors,
     check_tokens,
-    check_unsharded,
     flattened,
     has_several_labels,
     is_sharded,
     memory_budget_of,
+    refuse_sharding,
     tempered,
     with_a_row,
 )
@@ -49,10 +49,7 @@ class Vocabulary(NamedTuple):
 
     shard: Shard | None = None
     tokens: Tokens = ALL_HERE
-
-    def stats_of(self) -> StatsOf | None:
-        """A function for statistics over all ranks' classes; ``None`` if they are all here."""
-        return None if self.shard is None else functools.partial(token_stats, shard=self.shard)
+    stats_of: StatsOf | None = None  # statistics over all ranks' classes; None: all are here
 
 
 _WHOLE = Vocabulary()
@@ -62,7 +59,7 @@ def prepared(
     problem: Problem,
     sharding: Sharding,
     function: str,
-    check: Callable[[Problem], dict[str, Any]],
+    check: Callable[[Problem], dict[str, Any]] | None,
     temperature: float | Tensor = 1.0,
 ) -> tuple[Problem, Vocabulary]:
     """Check, cast and flatten a problem; with a sharded vocabulary, the tokens of all ranks.
@@ -75,7 +72,8 @@ def prepared(
         function: a constant of :mod:`fusedce.ranks.agreement`.
         check: checks the public function's own arguments, given the checked problem of this rank's
             tensors, and returns the settings that all ranks must share; under ``monitor`` the
-            names of the statistics and outputs that are asked for beside the loss.
+            names of the statistics and outputs that are asked for beside the loss. ``None`` if it
+            has none.
         temperature: a number, or one per token.
 
     Raises:
@@ -85,12 +83,14 @@ def prepared(
     """
     if is_sharded(problem.weight, sharding[0]):
         return _agree(problem, sharding, function, check, temperature)
-    check_unsharded(sharding[1], sharding[2])
+    if sharding[1:] != (False, None):
+        refuse_sharding(*sharding[1:])
     if function in (STATISTICS, TOPK):
         given = check_tokens(tempered(problem, temperature))
     else:
         given = check_problem(problem)
-    check(given)
+    if check is not None:
+        check(given)
     return flattened(given), _WHOLE
 
 
@@ -98,7 +98,7 @@ def _agree(
     problem: Problem,
     sharding: Sharding,
     function: str,
-    check: Callable[[Problem], dict[str, Any]],
+    check: Callable[[Problem], dict[str, Any]] | None,
     temperature: float | Tensor = 1.0,
 ) -> tuple[Problem, Vocabulary]:
     """Check and flatten a problem of a sharded vocabulary, and find this rank's shard.
@@ -122,7 +122,7 @@ def _agree(
         c = given.class_weight
         # The class weights are those of all ranks' classes, whose number `compare` finds.
         check_options(given.replace(weight=c) if isinstance(c, Tensor) else given)
-        asked = {"function": function, "monitor": "", **check(given)}
+        asked = {"function": function, "monitor": "", **(check(given) if check else {})}
         given = given.replace(
             labels=given.labels.long(),  # some ranks' may be int32
             # An environment may differ between ranks as arguments may.
@@ -138,7 +138,8 @@ def _agree(
     if real < len(flat.weight):  # the others are padding
         bias = None if flat.bias is None else flat.bias[:real]
         flat = flat.replace(weight=flat.weight[:real], bias=bias)
-    return tokens.all_of(flat), Vocabulary(shard, tokens)
+    stats_of = functools.partial(token_stats, shard=shard)
+    return tokens.all_of(flat), Vocabulary(shard, tokens, stats_of)
 
 
 def divergence_task(
@@ -153,10 +154,11 @@ def divergence_task(
     problem of this rank's tensors, and from whether these are a shard's.
     """
     if not is_sharded(problem.weight, sharding[0]):
-        check_unsharded(*sharding[1:])
+        if sharding[1:] != (False, None):
+            refuse_sharding(*sharding[1:])
         given = check_problem(problem)
         divergence = check(given, False)
-        return Task(flattened(given), divergence=divergence), Vocabulary()
+        return Task(flattened(given), divergence=divergence), _WHOLE
     found: list[Divergence] = []
 
     def checked(given: Problem) -> dict[str, Any]:

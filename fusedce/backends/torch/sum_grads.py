@@ -153,11 +153,11 @@ class _Call(NamedTuple):
     argmax: Tensor | None = None  # (N,) int64, to be filled
 
     def tokens(self, chunk: Rows) -> tuple[Tensor, Tensor]:
-        """Hidden states ``(C, H)`` and labels ``(C,)`` int64 of a chunk."""
+        """Hidden states ``(C, H)``, as products take them, and labels ``(C,)`` int64 of a chunk."""
         hidden, labels = self.problem.hidden, self.problem.labels
         if not isinstance(chunk, slice) or chunk.stop - chunk.start < len(labels):
             hidden, labels = hidden[chunk], labels[chunk]
-        return hidden, labels if labels.dtype == torch.int64 else labels.long()
+        return hidden.to(self.logits.products.operands), labels.long()
 
     @property
     def smoothing(self) -> bool:
@@ -235,8 +235,7 @@ def _one_tile(call: _Call, chunk: Rows, *, first: bool = True) -> Tensor:
     """
     problem, logits, grads = call.problem, call.logits, call.grads
     V = len(problem.weight)
-    hidden, y = call.tokens(chunk)
-    h = logits.operand(hidden)
+    h, y = call.tokens(chunk)
     z = logits.tile(h, 0, V)  # (V, C)
     zmean = column_sums(z, call.c) / V if call.smoothing else None
     slope = None if grads is None else logits.head.slope(z)
@@ -283,11 +282,11 @@ def _tile_by_tile(
     """
     problem, logits, grads = call.problem, call.logits, call.grads
     products, head, V = logits.products, logits.head, len(problem.weight)
-    hidden, y = call.tokens(chunk)
-    operand, acc, c = logits.operand(hidden), products.acc, call.c
+    operand, y = call.tokens(chunk)
+    acc, c = products.acc, call.c
     if exps is not None:
         exps = exps.view(-1)[: V * len(y)].view(V, len(y))
-    dh = call.d_hidden(chunk, hidden)
+    dh = call.d_hidden(chunk, operand)
     # On a CPU a tile and its rows of the head are in the cache. A device has one product for all
     # tiles; and with label smoothing exponentials become the gradient before they are multiplied.
     of_tile = None if products.narrow or call.smoothing else dh
@@ -328,7 +327,7 @@ def _tile_by_tile(
     zmean = None if zsum is None else zsum / V
     share, less_one = (k - lse).exp_(), (-nll).expm1_()
     factors = _Factors.of(call, chunk, y, nll, lse, zmean, share, less_one, stats.z_label)
-    h = operand if operand.dtype == acc else hidden.to(acc)
+    h = operand.to(acc)
     if call.smoothing:
         g = _logit_gradient(exps, y, factors, c)
         _add_products(call, chunk, h, g, first=first, step=step)
