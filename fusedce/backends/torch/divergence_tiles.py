@@ -196,7 +196,7 @@ class _Compared:
         if self.shard is None:
             return stats.losses(), stats.lse(), stats.z_label
         y, here = stats.y + self.shard.first, (stats.y >= 0) & (stats.y < len(self.problem.weight))
-        rows = [stats.others(), stats.z_label.masked_fill(~here, -math.inf)]
+        rows = [stats.others, stats.z_label.masked_fill(~here, -math.inf)]
         others, z_labels = of_ranks(rows, self.shard)
         nll, lse = nll_and_lse(others.logsumexp(0), z_labels, (y >= 0) & (y < self.shard.V))
         return nll, lse, z_labels.amax(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -72,19 +73,26 @@ def label_entry(y: Tensor, begin: int, rows: int) -> tuple[Tensor, Tensor]:
 class TileLabels:
     """Labels ``y (C,)`` in order, so that each tile knows its own; a bad label is in no tile.
 
-    A device is waited for once, where :meth:`read` asks it how many labels each tile has.
+    A device is waited for once, where :meth:`read` asks it how many labels each tile has. A single
+    tile needs no order.
     """
 
     def __init__(self, y: Tensor, V: int, step: int) -> None:
         self.y, self.step = y, step
-        self.ordered, self.tokens = y.sort(stable=True)
-        self._rows = self.ordered % step
-        starts = torch.arange(0, V + step, step, device=y.device).clamp_(max=V)
-        self._borders = torch.searchsorted(self.ordered, starts)
         self._read: list[int] | None = None
+        if step >= V and on_cpu(y):
+            self._tokens = ((y >= 0) & (y < V)).nonzero()[:, 0]
+            self._rows, self._read = y[self._tokens], [0, len(self._tokens)]
+            return
+        ordered, self._tokens = y.sort(stable=True)
+        self._rows = ordered % step
+        starts = torch.arange(0, V + step, step, device=y.device).clamp_(max=V)
+        self._borders = torch.searchsorted(ordered, starts)
 
     def read(self, flag: Tensor | None = None) -> bool:
         """Read the borders between tiles, and a bool ``flag ()`` in the same wait."""
+        if self._read is not None:
+            return flag is not None and bool(flag)
         borders = self._borders
         if flag is not None:
             borders = torch.cat([borders, flag.view(1)])
@@ -98,7 +106,7 @@ class TileLabels:
         assert self._read is not None
         number = begin // self.step
         first, last = self._read[number : number + 2]
-        return (self._rows[first:last], self.tokens[first:last]) if first < last else None
+        return (self._rows[first:last], self._tokens[first:last]) if first < last else None
 
 
 class Logits:
@@ -187,6 +195,8 @@ class Sums:
         """``(C,)`` float64: the log-sum-exp of all tiles; -inf where there is none."""
         if not self.sums:
             return torch.full_like(like, -math.inf, dtype=torch.float64)
+        if len(self.sums) == 1:
+            return self.references[0].double() + self.sums[0].double().log()
         k = torch.stack(self.references).double()  # (tiles, C)
         top = k.amax(0)
         return top + (torch.stack(self.sums).double() * (k - top).exp_()).sum(0).log()
@@ -249,12 +259,12 @@ class TileStats:
 
     def losses(self) -> Tensor:
         """``(C,)`` float64: ``log(1 + exp(L - z_label))``, NaN where no tile held the label."""
-        nll = nll_of(self.others(), self.z_label)
+        nll = nll_of(self.others, self.z_label)
         return nll.masked_fill_(self.z_label == math.inf, math.nan)  # inf - inf
 
     def lse(self) -> Tensor:
         """``(C,)`` float64: the log-sum-exp of all logits."""
-        return torch.logaddexp(self.others(), self.z_label.double())
+        return torch.logaddexp(self.others, self.z_label.double())
 
     def likeliest(self) -> tuple[Tensor, Tensor]:
         """``(C,)`` int64 and float: the likeliest class, and its logit."""
@@ -281,8 +291,9 @@ class TileStats:
         log_sum = R.log1p()
         return top[0] - z + log_sum, top[0] + log_sum, log_sum + T / (1 + R)
 
+    @functools.cached_property
     def others(self) -> Tensor:
-        """``L``: the log-sum-exp of the logits but the label's."""
+        """``(C,)`` float64: ``L``: the log-sum-exp of the logits but the label's."""
         return self._sums.lse(self.y)
 
 

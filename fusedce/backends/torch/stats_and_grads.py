@@ -105,7 +105,8 @@ def token_stats(
             nll, lse, entropy = seen.with_entropy()
             stats.entropy[block] = entropy[:n].to(head.acc)
         else:
-            nll, lse = seen.losses(), seen.lse()
+            nll = seen.losses()
+            lse = seen.lse() if wanted.lse else nll
         stats.nll[block] = nll[:n].to(head.acc)
         if wanted.lse:
             stats.lse[block] = lse[:n]

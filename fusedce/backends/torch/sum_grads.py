@@ -157,7 +157,8 @@ class _Call(NamedTuple):
         hidden, labels = self.problem.hidden, self.problem.labels
         if not isinstance(chunk, slice) or chunk.stop - chunk.start < len(labels):
             hidden, labels = hidden[chunk], labels[chunk]
-        return hidden.to(self.logits.products.operands), labels.long()
+        labels = labels if labels.dtype == torch.int64 else labels.long()
+        return hidden.to(self.logits.products.operands), labels
 
     @property
     def smoothing(self) -> bool:
