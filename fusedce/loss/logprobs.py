@@ -110,8 +110,9 @@ def fused_logprobs(
 
     Note:
         Each token has an upstream gradient of its own. Backward computes the logits once more, in
-        tiles of the vocabulary, unless they are few and were kept, and leaves out tokens whose
-        upstream gradients are all 0 (masked prompts, clipped ratios). The log-probability (of K
+        tiles of the vocabulary, unless they are few and were kept (each call keeps its own until
+        its backward; with a ``memory_budget`` none does), and leaves out tokens whose upstream
+        gradients are all 0 (masked prompts, clipped ratios). The log-probability (of K
         classes: of the likeliest) and entropy stay exact where one class has nearly all the
         probability. Deterministic.
     """
