@@ -242,8 +242,10 @@ class Audit:
             self._now.lost = len(self._now.micro)
             self._now.overflowed |= not math.isfinite(self._after_backward)
 
-    def _after_correction(self, factor: float) -> None:
+    def _after_correction(self, parameters: list[Tensor], factor: float) -> None:
         """Follow a correction of the gradients by ``LossAccumulator.finish``."""
+        if not any(id(p) in self._parameters for p in parameters):
+            return  # of another model
         for micro in self._now.micro:
             micro.weight *= factor
         self._after_backward *= factor
@@ -365,8 +367,6 @@ class Audit:
                 "the audit compares micro-batches whose tokens weigh the same"
             )
         spread = max(step.spread for step in self.steps)
-        scale = sum(step.scale for step in self.steps) / len(self.steps)
-        stepped = sum(step.scale * step.afterwards for step in self.steps) / len(self.steps)
         found = []
         if spread > 1 + _TOLERANCE:
             uneven = [step for step in self.steps if step.spread > 1 + _TOLERANCE]
@@ -377,8 +377,12 @@ class Audit:
             )
             found.append(f"{why}: tokens of short ones weigh up to {spread:.1f} x more")
         # A factor on .grad that does not lead to 1 may be that of clipping.
-        if abs(scale - 1) > _TOLERANCE and abs(stepped - 1) > _TOLERANCE:
-            found.append(f"gradients are {scale:.3g} x those of the mean over the step's tokens")
+        scales = [
+            step.scale for step in self.steps
+            if min(abs(step.scale - 1), abs(step.scale * step.afterwards - 1)) > _TOLERANCE
+        ]  # fmt: skip
+        if scales:
+            found.append(_of_scales(scales, len(self.steps)))
         logged = [(s.logged, s.loss) for s in self.steps if s.logged is not None]
         off = [(a, b) for a, b in logged if abs(a - b) > _TOLERANCE * max(abs(b), 1e-3)]
         if off:
@@ -457,6 +461,14 @@ def audit(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     return Audit(inner_model(model), gradients_added, loss_scale)
+
+
+def _of_scales(scales: list[float], n_steps: int) -> str:
+    """Say by how much gradients are off, in the steps in which they are."""
+    least, most = f"{min(scales):.3g}", f"{max(scales):.3g}"
+    size = least if least == most else f"{least} to {most}"
+    where = "" if len(scales) == n_steps else f" in {len(scales)} of {n_steps} steps"
+    return f"gradients are {size} x those of the mean over the step's tokens{where}"
 
 
 def micro_batch_of(logits: Tensor, grad: Tensor) -> MicroBatch:

@@ -153,7 +153,8 @@ class FusedTrainerMixin:
             )
         memory_budget_of(self.memory_budget)
         self._replace_head()
-        self.model_accepts_loss_kwargs = False  # the model's loss is always a mean
+        # The model's loss is always a mean, and Trainer divides it by its micro-batches.
+        self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = False
         self._eval_totals: LossMeter | None = None
         self._is_packing_known = False  # whether packed batches were tried
         self._evaluated: Any = None  # outputs of an evaluation's last forward
@@ -164,7 +165,9 @@ class FusedTrainerMixin:
     def _begin_run(self) -> None:
         """Start the totals and statistics of a training run."""
         self._train_totals = self._new_meter()
-        self._declared: Tensor | int = 0
+        self._declared: Tensor | int = 0  # valid tokens of the micro-batches that have run
+        self._coming: list[Tensor] = []  # those of the window's other micro-batches
+        self._is_inside = False  # whether micro-batches have run since the last optimizer step
         self._run_sum, self._run_count, self._is_first_step = 0.0, 0, True
         self._train_stats = self._stats = self._new_stats()
         forget_label_count(self.model)
@@ -186,14 +189,29 @@ class FusedTrainerMixin:
         """
         if self._eval_totals is not None or not batch_samples:
             return None
+        if self._is_inside:
+            self._leave_out_the_rest()
         labels = self._labels_of(batch_samples[0])
-        count = torch.zeros((), dtype=torch.int64, device=device)
+        self._coming = []
         for batch in batch_samples:
             _mask_borders(batch, self._labels_of)
-            count += labels.of(batch).to(device)
+            self._coming.append(labels.of(batch).to(device))
             self._check_packing(batch)
-        self._declared = self._declared + count
-        return self._sum_over_ranks(count)
+        return self._sum_over_ranks(torch.stack(self._coming).sum())
+
+    def _leave_out_the_rest(self) -> None:
+        """Drop the gradients of a window that has ended without an optimizer step.
+
+        Trainer keeps them where data of unknown length end inside a window: the next step would
+        add up two windows, each divided by its own tokens.
+        """
+        self.model.zero_grad()
+        self._is_inside = False
+        logger.warning(
+            "the data have ended inside a window of gradient accumulation, without an optimizer "
+            "step: FusedTrainerMixin leaves its micro-batches out, whose gradients Trainer would "
+            "have added to those of the next step"
+        )
 
     def _check_packing(self, batch: dict[str, Any]) -> None:
         """Warn, once, if attention crosses the borders of the documents in the first packed batch.
@@ -338,6 +356,9 @@ class FusedTrainerMixin:
         Collectives: in the first optimizer step of a run, two all-reduces on all ranks.
         """
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        if self._coming:  # (none where a user's loop calls this)
+            self._declared = self._declared + self._coming.pop(0)
+        self._is_inside = not self.accelerator.sync_gradients
         if self._is_first_step and self.accelerator.sync_gradients:
             self._is_first_step = False
             self._check_count(int(self._train_totals.compute()["n_tokens"]))
@@ -349,7 +370,10 @@ class FusedTrainerMixin:
         if declared == n_tokens:
             return
         owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind))
-        hint = f": {owner.__name__}.compute_loss must call super().compute_loss"
+        hint = (
+            f": {owner.__name__}.compute_loss must call super().compute_loss, and hand on "
+            f"num_items_in_batch"
+        )
         hint = "" if owner is FusedTrainerMixin else hint
         raise RuntimeError(
             f"the model's loss has counted {n_tokens} tokens since the last logging step, "

@@ -219,6 +219,35 @@ WRONG = {
 }  # fmt: skip
 
 
+def test_denominators_whose_errors_cancel_are_wrong_in_each_step():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fusedce.audit(model) as report:
+        for sizes in ([4], [12], [8]):  # a constant denominator, right on average
+            summed(model, batches(sizes), optimizer, factor=1 / 8)
+    assert report.right() is False
+    assert (
+        "gradients are 0.5 to 1.5 x those of the mean over the step's tokens in 2 of 3 steps"
+        in (report.verdict())
+    )
+
+
+def test_a_correction_of_another_model_is_none_of_this_one():
+    model, other = Model(), Model()
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    accs = LossAccumulator(model), LossAccumulator(other)
+    with fusedce.audit(model) as report:
+        for acc, kind, sizes in zip(accs, (model, other), (SIZES, [3]), strict=True):
+            for hidden, labels in batches(sizes):
+                acc.backward(kind(hidden, labels))
+        for acc in accs:
+            acc.finish()
+            acc.clip_grad_norm_(1e-3)
+        optimizer.step()
+    assert report.steps[0].scale == pytest.approx(1, rel=SAME_MODEL)
+    assert report.verdict() == RIGHT
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_a_plain_loop_that_is_wrong(name):
     loop, words = WRONG[name]

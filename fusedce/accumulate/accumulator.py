@@ -141,8 +141,6 @@ class LossAccumulator:
         check_choice("grad_reduction", grad_reduction, ("mean", "sum"))
         check_choice("on_empty", on_empty, ("zero", "skip", "raise"))
         check_flag("watch", watch)
-        if name is not None and not isinstance(name, str):
-            raise TypeError(f"name must be a string, got {describe(name)}")
         self._weights = check_losses(losses)
         self._tokens = Ranks(process_group)  # whose losses are added (a pipeline's last stages)
         self._pipeline = _pipeline

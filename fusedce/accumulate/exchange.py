@@ -81,13 +81,15 @@ class Pending(NamedTuple):
 
 
 class Exchange:
-    """Messages between the ranks of one accumulator, each an all-gather of one row per rank.
+    """Messages between the ranks of an accumulator or meter, each an all-gather of a row per rank.
 
     Args:
         name: what tells accumulators of the same ranks apart.
     """
 
     def __init__(self, ranks: Ranks, name: str | None = None) -> None:
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name must be a string, got {type(name).__name__}")
         self.ranks, self.name = ranks, name
         self.has_failed = False  # whether the last message was an error
 
@@ -170,9 +172,9 @@ def explain(rows: list[RankReport]) -> Exception | None:
         have = " and ".join(f"{x!r} on {n}" for x, n in Counter(said).items())
         if name == "name":
             return RuntimeError(
-                f"messages of different LossAccumulators have met, those named {said} (one per "
-                f"rank): all ranks must open and finish the windows of those that they share in "
-                f"the same order"
+                f"messages of different LossAccumulators have met, or of LossMeters, those named "
+                f"{said} (one per rank): all ranks must open and finish the windows of those that "
+                f"they share in the same order, and compute meters so"
             )
         if name == "purpose":
             at = ", ".join(f"{n} to {purpose}" for purpose, n in Counter(said).items())

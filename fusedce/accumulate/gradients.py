@@ -13,15 +13,16 @@ from ..contract.groups import Ranks, local_of
 from .engines import fsdp1_around, is_of_fsdp1
 
 STREAMED = 1024  # the denominator of streaming losses, a power of two: it rounds nothing
-LISTENERS: list[Callable[[float], object]] = []
-"""Called with the factor of each correction of gradients, by tools."""
+LISTENERS: list[Callable[[list[Tensor], float], object]] = []
+"""Called with the parameters and the factor of each correction of gradients, by tools."""
 
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
     """``p.grad *= factor`` in place; each product is rounded once, the factor never."""
+    parameters = list(parameters)
     for listener in LISTENERS:
-        listener(factor)
+        listener(parameters, factor)
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for p in parameters:
         grad = local_of(p.grad)

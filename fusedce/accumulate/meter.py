@@ -23,10 +23,12 @@ class LossMeter:
 
     Args:
         process_group: the ranks that hold distinct tokens, as for :class:`LossAccumulator`.
+        name: tells meters of the same ranks apart, where these might compute two of them in another
+            order: that raises.
     """
 
-    def __init__(self, *, process_group: Any = None) -> None:
-        self._exchange = Exchange(Ranks(process_group))
+    def __init__(self, *, process_group: Any = None, name: str | None = None) -> None:
+        self._exchange = Exchange(Ranks(process_group), name)
         self._totals = Totals({"": 1})
         self.reset()
 

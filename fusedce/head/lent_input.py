@@ -24,7 +24,7 @@ from ..ranks.layout import is_vocabulary_shard
 from .gradient import LazyLinear
 from .lazy import LazyLogits, Uncompiled
 from .linear_call import NO_TORCH_FUNCTION, LinearCall
-from .observe import HeadCounts
+from .observe import HeadCounts, LossObserver
 
 _PLAIN = (Tensor, nn.Parameter)
 _LINEAR = torch._C._nn.linear  # DeepSpeed's ZeRO-3 puts a function of its own in F.linear
@@ -120,7 +120,8 @@ def _why_not(x: Any) -> str | None:
         return "its input is not (..., H) and floating"
     if x.is_meta:
         return "it has no values (the device meta)"
-    if x.dim() > 2 and x.shape[-2] == 1 and not torch.is_grad_enabled():
+    one = x.dim() > 2 and x.shape[-2] == 1 and not torch.is_grad_enabled()
+    if one and LossObserver.current.get() is None:
         return "generation asks for one position of each sequence, of which there is no loss"
     if torch.jit.is_tracing() or torch.compiler._is_exporting_flag:
         return "it is traced or exported"

@@ -15,8 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..contract.checks import check_int, check_number, checked_temperature, memory_budget_of
-from ..contract.labels import shift_labels
+from ..contract.checks import (
+    can_be_read,
+    check_int,
+    check_number,
+    checked_temperature,
+    memory_budget_of,
+)
+from ..contract.labels import bad_label_message, count_or_code, shift_labels
 from ..contract.results import TokenStats, TokenStatsAndTop, TopK
 from ..loss.logprobs import fused_logprobs
 from ..loss.topk import fused_topk
@@ -125,11 +131,12 @@ class TokenStatistics:
     log-probability and those of the ``K`` likeliest classes, are one tensor: one node of autograd.
 
     Attributes:
-        argmax, index: classes ``(N,)`` and ``(N, K)`` that were found with the last values.
+        argmax: classes ``(N,)`` that were found with the last values.
+        index: classes ``(N, K)``, chosen once: backward's real logits may order them otherwise.
     """
 
     argmax: Tensor
-    index: Tensor
+    index: Tensor | None = None
 
     def __init__(
         self, target: Tensor, temperature: float | Tensor, top: int, memory_budget: int | None
@@ -145,34 +152,41 @@ class TokenStatistics:
         labels = self.target
         if self.top:
             others = {name: x for name, x in options.items() if name != "ignore_index"}
-            with torch.no_grad():
-                index = fused_topk(hidden, k=self.top, **others).index
-            self.index = index.where((labels != IGNORED)[:, None], IGNORED)
-            labels = torch.cat([labels[:, None], self.index], 1)
+            if self.index is None:
+                with torch.no_grad():
+                    self.index = fused_topk(hidden, k=self.top, **others).index
+            index = self.index.where((labels != IGNORED)[:, None], IGNORED)
+            labels = torch.cat([labels[:, None], index], 1)
         stats = fused_logprobs(hidden, labels=labels, **options)
         self.argmax = stats.argmax
         logprobs = stats.logprob.view(len(labels), -1)
         return torch.cat([stats.entropy[:, None], stats.lse[:, None], logprobs], 1)
 
     def of_real(self, z: Tensor) -> Tensor:
-        """The values, of real logits ``z (N, V)`` by torch."""
-        t, used = self.temperature, self.target != IGNORED
+        """The values, of real logits ``z (N, V)`` by torch; NaN where a device's label is bad."""
+        t, V, used = self.temperature, z.shape[-1], self.target != IGNORED
+        bad = used & ((self.target < 0) | (self.target >= V))
+        if can_be_read(bad) and bad.any():
+            code = int(count_or_code(self.target, used, bad))
+            raise ValueError(bad_label_message(code, V, IGNORED, self.target))
         z = z if z.dtype == torch.float64 else z.float()
         z = z / (t[:, None] if isinstance(t, Tensor) else t)
         log_p = z.log_softmax(-1)
         self.argmax = z.argmax(-1).where(used, -1)
-        self.index = z.detach().topk(self.top).indices
-        classes = torch.cat([self.target.long().clamp(min=0)[:, None], self.index], 1)
+        if self.index is None:  # of equal logits the classes of the lowest index, as `fused_topk`
+            order = z.detach().sort(dim=-1, descending=True, stable=True).indices
+            self.index = order[:, : self.top]
+        classes = torch.cat([self.target.long().clamp(0, V - 1)[:, None], self.index], 1)
         # A logit of -inf adds 0 to the entropy, not 0 * inf.
         entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(z.dtype).min)).sum(-1, keepdim=True)
         found = torch.cat([entropy, z.logsumexp(-1, keepdim=True), log_p.gather(-1, classes)], 1)
-        return found.where(used[:, None], 0)
+        return found.masked_fill(bad[:, None], torch.nan).where(used[:, None], 0)
 
     def named(self, values: Tensor, shape: torch.Size) -> TokenStats | TokenStatsAndTop:
         """The values as fields of that shape."""
         entropy, lse, logprob = (x.reshape(shape) for x in values[:, :3].unbind(1))
         stats = TokenStats(logprob, entropy, lse, self.argmax.reshape(shape))
-        if not self.top:
+        if not self.top or self.index is None:
             return stats
         index = self.index.where((self.target != IGNORED)[:, None], -1)
         return TokenStatsAndTop(

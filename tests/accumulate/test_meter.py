@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 from support import ranks
 from support.bounds import STATISTIC
 from support.loops import a_loss, batches, new_weight, run_window
@@ -48,3 +49,13 @@ def test_evaluation_inside_training_mixes_with_nothing(rank):
         assert acc.metrics(reset=True)["n_tokens"] == 14
     assert acc.metrics()["n_windows"] == (2 if rank else 0)
     assert meter.compute()["n_tokens"] == 20
+
+
+@ranks.together(timeout=20)
+def test_meters_in_another_order_on_another_rank_are_refused(rank):
+    """Without names each would get sums of two data sets."""
+    meters = [LossMeter(name=name) for name in ("wiki", "code")]
+    for meter in meters[:: -1 if rank else 1]:
+        meter.update((torch.tensor(2.0), torch.tensor(1)))
+        with pytest.raises(RuntimeError, match=r"have met, or of LossMeters, those named"):
+            meter.compute()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from support import ranks
 from support.bounds import SAME_MODEL, STATISTIC, same_model
 from support.heads import MODES
+from support.loops import distance
 from support.tiny_trainer import V, bart, gpt2, llama
 from support.unfused import dora
 from transformers import (
@@ -313,3 +314,45 @@ def test_under_ddp(rank):
     both = llama().eval()
     (model_logprobs(both, {"input_ids": batch()["input_ids"]}).logprob.sum() / 2).backward()
     same_model([p.grad for p in model.parameters()], [p.grad for p in both.parameters()])
+
+
+# ---- real logits ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_classes_chosen_in_forward_stay_so_in_backward(dtype):
+    """Ties, and real logits of two bytes, would order them otherwise."""
+    model = llama().to(dtype)
+    weight = model.lm_head.weight
+    with torch.no_grad():
+        weight.mul_(10)
+        weight[30:] = weight[3:34].clone()
+    ids = torch.randint(3, V, (3, 11))
+    stats = model_logprobs(model, {"input_ids": ids}, top=6)
+    loss = (stats.top.logprob * torch.arange(6)).sum()
+    (got,) = torch.autograd.grad(loss, weight, create_graph=True)
+    logprobs = model(input_ids=ids).logits.float().log_softmax(-1)[:, :-1]
+    chosen = logprobs.gather(-1, stats.top.index[:, :-1])
+    (expected,) = torch.autograd.grad((chosen * torch.arange(6)).sum(), weight)
+    assert distance(got, expected) < (8 * SAME_MODEL if dtype == torch.float32 else 0.02)
+
+
+@pytest.mark.parametrize("bad", [-1, -7, V, V + 5])
+@pytest.mark.parametrize("make", [llama, dora])
+def test_a_label_out_of_range_is_refused_by_real_logits_too(make, bad):
+    model, labels = make(), torch.randint(V, (2, 6))
+    ids = labels.clone()
+    labels[0, 3] = bad
+    words = rf"labels must hold .* got {bad} at flattened position 2"
+    with pytest.raises(ValueError, match=words):
+        model_logprobs(model, {"input_ids": ids, "labels": labels})
+
+
+def test_equal_logits_of_a_real_head_come_in_the_order_of_their_classes():
+    model = dora()
+    ids = torch.randint(3, V, (2, 6))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()  # all logits are equal
+    found = model_logprobs(model, {"input_ids": ids}, top=5).top.index[:, :-1]
+    assert (found == torch.arange(5)).all()

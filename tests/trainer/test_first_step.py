@@ -45,6 +45,17 @@ def test_a_wrong_compute_loss_is_found_before_the_first_step(tmp_path, steps):
     assert all(map(torch.equal, made.model.parameters(), before))
 
 
+class Forgetting(FusedTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+def test_a_compute_loss_that_keeps_the_denominator_to_itself_is_told_so(tmp_path):
+    made = Forgetting(model=llama(), args=arguments(tmp_path, 2, 2), train_dataset=Dataset())
+    with pytest.raises(RuntimeError, match=r"counted 0 tokens .*and hand on num_items_in_batch"):
+        made.train()
+
+
 class Ignoring(torch.nn.Module):
     """Its cross-entropy ignores the label 0, as padding."""
 

@@ -358,3 +358,73 @@ def test_label_smoothing_of_a_loss_that_is_not_fused(tmp_path):
     args = arguments(tmp_path, label_smoothing_factor=0.1)
     trainer = FusedTrainer(model=unfused(sharpened()), args=args, eval_dataset=Dataset(8))
     assert trainer.evaluate()["eval_loss"] == pytest.approx(float(exact), rel=STATISTIC)
+
+
+# ---- windows that end early, and settings of Trainer's -------------------------------------------
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Five batches of two rows an epoch, whose number nobody knows."""
+
+    def __iter__(self):
+        yield from Dataset(10).rows
+
+
+def test_a_stream_that_ends_inside_a_window_adds_nothing_to_the_next_step(tmp_path, caplog):
+    """Trainer adds the gradients of two windows, each divided by its own tokens."""
+    model = llama()
+    with fusedce.audit(model) as report:
+        train(FusedTrainer, model, arguments(tmp_path, 2, 2, max_steps=3), train_dataset=Stream())
+    assert len(report.steps) == 3  # the fifth batch of the first epoch is in none
+    assert "the data have ended inside a window" in caplog.text
+    steps = [arguments(tmp_path, 2, 2, max_steps=n) for n in (2, 3)]
+    norms = [train(FusedTrainer, llama(), a, train_dataset=Stream())[2].norms for a in steps]
+    whole = Dataset(4).rows  # the window after the border: the first four rows, at the weights then
+
+    class Third(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+            if state.global_step == 2:
+                plain = llama()
+                plain.load_state_dict(model.state_dict())
+                self.norm = total_norm(plain, whole)
+
+    third = Third()
+    train(FusedTrainer, llama(), steps[1], train_dataset=Stream(), callbacks=[third])
+    assert norms[1][2] == pytest.approx(third.norm, rel=8 * SAME_MODEL)
+
+
+def total_norm(model, rows):
+    """The norm of the gradient of the mean over all tokens of ``rows``."""
+    total, n = 0.0, 0
+    for row in rows:
+        count = int(row["labels"][1:].ne(-100).sum())
+        total = total + count * model(**{k: x[None] for k, x in row.items()}).loss
+        n += count
+    (total / n).backward()
+    return float(torch.stack([p.grad.norm() for p in model.parameters()]).norm())
+
+
+@pytest.mark.parametrize("what", ["training", "epoch"])
+def test_training_that_is_stopped_inside_a_window_ends_well(tmp_path, what):
+    class Stop(TrainerCallback):
+        has_stopped = False
+
+        def on_substep_end(self, args, state, control, **_):
+            if state.global_step == 1 and not self.has_stopped:
+                self.has_stopped = True
+                setattr(control, f"should_{what}_stop", True)
+
+    args = arguments(tmp_path, 2, 3, max_steps=-1, num_train_epochs=2, logging_steps=500)
+    trainer, *_, output = train(FusedTrainer, llama(), args, callbacks=[Stop()])
+    assert trainer.state.global_step == (1 if what == "training" else 4)
+    assert math.isfinite(output.training_loss)
+
+
+class Scaled(FusedTrainer):
+    loss_is_scaled_for_ga = True  # of a compute_loss of the user's own, which there is none
+
+
+def test_a_loss_that_is_said_to_be_scaled_is_not_added_up_undivided(tmp_path):
+    args = arguments(tmp_path, 2, 3)
+    norms = [train(kind, llama(), args)[2].norms for kind in (FusedTrainer, Scaled)]
+    assert norms[1] == pytest.approx(norms[0], rel=SAME_MODEL)

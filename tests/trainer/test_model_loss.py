@@ -223,6 +223,17 @@ def test_the_first_call_runs_the_model_as_often_for_every_length(n):
     assert out.n_valid == n - 1
 
 
+def test_a_batch_of_one_position_tells_nothing_about_the_others(caplog):
+    """Without gradients it looks like generation, whose head computes logits."""
+    model, (batch, *_) = replace_loss_head(llama()), micro_batches(0)
+    with torch.no_grad():
+        assert int(model_loss(model, {name: x[:, :1] for name, x in batch.items()}).n_valid) == 0
+    model_loss(model, batch).loss_sum.backward()
+    assert head_report(model).losses_fused
+    assert "counted by" not in caplog.text
+    assert not head_report(model).notes
+
+
 def test_a_loss_that_is_a_sum_is_refused():
     with pytest.raises(ValueError, match="is a sum over its labels"):
         model_loss(Means(reduction="sum"), WHOLE)

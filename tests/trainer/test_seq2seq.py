@@ -7,7 +7,7 @@ from support.tiny_trainer import V, bart, train
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config
 from transformers import T5ForConditionalGeneration as T5
 
-from fusedce import FusedTrainerMixin, head_report
+from fusedce import FusedTrainerMixin, head_report, restore_loss_head
 
 
 class FusedSeq2SeqTrainer(FusedTrainerMixin, Seq2SeqTrainer):
@@ -104,3 +104,15 @@ def test_statistics_of_tokens_with_generation(tmp_path):
     by_size = [evaluated(Counting, t5(), tmp_path, size)[0] for size in (1, 7)]
     for name in ("eval_entropy", "eval_mean_token_accuracy"):
         assert by_size[0][name] == pytest.approx(by_size[1][name], rel=10 * SAME_MODEL)
+
+
+def test_evaluation_after_training_counts_rows_of_one_label(tmp_path):
+    """A decoder of one position looks like generation, whose head computes logits."""
+    model, data = t5(), rows()
+    for row, n in zip(data, [1, 6, 1, 4, 1, 5, 2], strict=True):
+        row["labels"] = row["labels"].clamp(min=3)[:n]
+    args = arguments(tmp_path, predict_with_generate=False, per_device_eval_batch_size=1)
+    trainer, *_ = train(FusedSeq2SeqTrainer, model, args, train_dataset=rows(), eval_dataset=data)
+    got = trainer.evaluate()["eval_loss"]
+    model = trainer.model
+    assert got == pytest.approx(token_mean(restore_loss_head(model), data), rel=SAME_MODEL)
