@@ -83,7 +83,7 @@ def prepared(
     """
     if is_sharded(problem.weight, sharding[0]):
         return _agree(problem, sharding, function, check, temperature)
-    if sharding[1:] != (False, None):
+    if sharding[1] is not False or sharding[2] is not None:
         refuse_sharding(*sharding[1:])
     if function in (STATISTICS, TOPK):
         given = check_tokens(tempered(problem, temperature))
@@ -154,7 +154,7 @@ def divergence_task(
     problem of this rank's tensors, and from whether these are a shard's.
     """
     if not is_sharded(problem.weight, sharding[0]):
-        if sharding[1:] != (False, None):
+        if sharding[1] is not False or sharding[2] is not None:
             refuse_sharding(*sharding[1:])
         given = check_problem(problem)
         divergence = check(given, False)

@@ -316,7 +316,7 @@ def test_under_ddp(rank):
     same_model([p.grad for p in model.parameters()], [p.grad for p in both.parameters()])
 
 
-# ---- real logits ----------------------------------------------------------------------------------
+# ---- real logits --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
