@@ -155,7 +155,7 @@ class FusedTrainerMixin:
         self._replace_head()
         # The model's loss is always a mean, and Trainer divides it by its micro-batches.
         self.model_accepts_loss_kwargs = False
-        self.loss_is_scaled_for_ga: bool | None = False
+        cast(Any, self).loss_is_scaled_for_ga = False
         self._eval_totals: LossMeter | None = None
         self._is_packing_known = False  # whether packed batches were tried
         self._evaluated: Any = None  # outputs of an evaluation's last forward
