@@ -106,7 +106,7 @@ def small_rows_kernel(
     known = (label >= 0) & (label < V)
     at = weight + tl.where(known, label, 0) * stride_wv + offs_h
     w = tl.load(at, mask=offs_h < tl.where(known, H, 0), other=0.0)
-    # Products are exact in this dtype. Of rounded ones each of two lanes fuses its own with the sum.
+    # Exact products: of rounded ones each of two lanes would fuse its own with the sum.
     exact: tl.constexpr = tl.float64 if w.dtype == tl.float32 else tl.float32
     z_label = tl.sum(h.to(exact) * w.to(exact), axis=0).to(tl.float32)
     z_label = tl.where(known, finish_logits(z_label, None, scale, softcap), float("nan"))

@@ -52,7 +52,7 @@ def loss_sum(task: Task, stats_of: StatsOf | None = None) -> tuple[LossSum, dict
         return LossSum(total, stats.n_valid), values
     if monitored.argmax:
         wanted = wanted.replace(argmax=True)
-    total, n_valid, argmax = sums.loss_sum(Task(problem, wanted, task.divergence, task.shard))
+    total, n_valid, argmax = sums.loss_sum(task.replace(wanted=wanted))
     return LossSum(total, n_valid), {} if argmax is None else {"argmax": argmax}
 
 
@@ -96,7 +96,7 @@ def _prepared(task: Task) -> Task:
     backend = resolve_backend(problem.backend, problem.hidden)
     if backend != problem.backend:
         problem = problem.replace(backend=backend)
-    return Task(problem, *task[1:])
+    return task.replace(problem=problem)
 
 
 def _refuse_forward_mode(problem: Problem) -> None:
