@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .contract.checks import can_be_read, check_are_tensors, check_choice
 from .contract.divergence import forward_terms
-from .contract.problem import INFINITE, acc_dtype
+from .contract.problem import INFINITE
 from .contract.results import LossSum
 from .loss.logprobs import fused_logprobs
 from .loss.topk import filtered_logprob as filtered_logprob
@@ -256,7 +256,7 @@ def kto_loss(
             f"policy must be (B,), a sum over each sequence, got {tuple(policy.shape)}"
         )
     if isinstance(divergence, (int, float)):
-        wide = acc_dtype(policy.dtype)
+        wide = torch.promote_types(policy.dtype, torch.float32)
         divergence = torch.full((), float(divergence), dtype=wide, device=policy.device)
     check_are_tensors(divergence=divergence)
     if divergence.numel() != 1:
@@ -296,7 +296,7 @@ def token_scaled_loss(
 
 def _wide(x: Tensor) -> Tensor:
     """Log-probabilities in float32 or better, in which sums over tokens are computed."""
-    return x.to(acc_dtype(x.dtype))
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _check_shapes(like: Tensor, name: str = "logprob", /, **others: Tensor | None) -> None:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .contract.checks import DTYPES
-from .contract.problem import acc_dtype
+from .contract.problem import ACC_DTYPE
 from .loss.reference import reference_ce
 
 try:
@@ -254,7 +254,7 @@ def check(fn: Loss, case: Case, device: torch.device | str = "cpu") -> None:
     wide_bias = None if bias is None else bias.double()
     exact = _run(reference_ce, case, hidden.double(), weight.double(), labels, wide_bias)
     # ---- results that must be exact
-    n, truth, wide = ours["n_valid"], exact["n_valid"], acc_dtype(case.dtype)
+    n, truth, wide = ours["n_valid"], exact["n_valid"], ACC_DTYPE[case.dtype]
     assert (n.dtype, n.dim()) == (torch.int64, 0), f"n_valid must be () int64, got {n!r}"
     assert int(n) == int(truth), f"n_valid is {int(n)}, reference {int(truth)} in {case}"
     loss = ours["loss_sum"]

@@ -36,29 +36,26 @@ def loss_sum(task: Task, stats_of: StatsOf | None = None) -> tuple[LossSum, dict
     These are ``(N,)`` each, of `Stats`, without gradient. ``stats_of`` computes them where they are
     merged over ranks.
     """
-    task = _prepared(task)
-    problem, monitored, *_ = task
+    problem, (_, monitored, divergence, shard) = _prepared(task.problem), task
     wanted = Outputs.of(problem)
     train = wanted.hidden or wanted.weight or wanted.bias
-    if stats_of is not None or _by_tokens(task, train=train):
+    if stats_of is not None or _by_tokens(problem, task, train=train):
         if monitored.argmax and train:  # which may be written into the labels' memory
-            task = task.replace(
-                problem=problem.replace(labels=problem.labels.clone())
-            )  # for backward
-        losses, stats = tokens.losses(task, stats_of)
+            problem = problem.replace(labels=problem.labels.clone())  # for backward
+        losses, stats = tokens.losses(task.replace(problem=problem), stats_of)
         names = [x for x in ("argmax", "lse", "entropy") if getattr(monitored, x)]
         values = {name: getattr(stats, name).detach() for name in names}
         total = losses.sum(dtype=torch.float64).to(losses.dtype)
         return LossSum(total, stats.n_valid), values
     if monitored.argmax:
         wanted = wanted.replace(argmax=True)
-    total, n_valid, argmax = sums.loss_sum(task.replace(wanted=wanted))
+    total, n_valid, argmax = sums.loss_sum(Task(problem, wanted, divergence, shard))
     return LossSum(total, n_valid), {} if argmax is None else {"argmax": argmax}
 
 
-def _by_tokens(task: Task, *, train: bool) -> bool:
+def _by_tokens(problem: Problem, task: Task, *, train: bool) -> bool:
     """Whether the sum is computed from the tokens' losses, whose gradients come in backward."""
-    problem, monitored, divergence, _ = task
+    _, monitored, divergence, _ = task
     if monitored.lse or monitored.entropy:
         return True
     if divergence is not None:
@@ -70,7 +67,7 @@ def _by_tokens(task: Task, *, train: bool) -> bool:
 
 def token_losses(task: Task, stats_of: StatsOf | None = None) -> Tensor:
     """``(N,)`` losses, each with an upstream gradient of its own."""
-    return tokens.losses(_prepared(task), stats_of)[0]
+    return tokens.losses(task.replace(problem=_prepared(task.problem)), stats_of)[0]
 
 
 def token_stats(task: Task, stats_of: StatsOf | None = None) -> tuple[Tensor, Stats]:
@@ -78,7 +75,7 @@ def token_stats(task: Task, stats_of: StatsOf | None = None) -> tuple[Tensor, St
 
     0 at ignored labels. The likeliest of several classes is the token's label.
     """
-    task = _prepared(task)
+    task = task.replace(problem=_prepared(task.problem))
     stats, z = (stats_of or tokens.token_stats)(task)
     if task.problem.labels.dim() == 1:
         return -stats.nll, stats
@@ -87,16 +84,14 @@ def token_stats(task: Task, stats_of: StatsOf | None = None) -> tuple[Tensor, St
     return class_logits.logprobs(z, best, stats.nll, valid), stats
 
 
-def _prepared(task: Task) -> Task:
-    problem = task.problem
+def _prepared(problem: Problem) -> Problem:
+    """The problem with a backend, and with class weights as the tokens' where that is the same."""
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         _refuse_forward_mode(problem)
     if problem.class_weight is not None:
         problem = fold_class_weight(problem)
     backend = resolve_backend(problem.backend, problem.hidden)
-    if backend != problem.backend:
-        problem = problem.replace(backend=backend)
-    return task.replace(problem=problem)
+    return problem if backend == problem.backend else problem.replace(backend=backend)
 
 
 def _refuse_forward_mode(problem: Problem) -> None:

@@ -2,7 +2,7 @@
 
 The gradients of the *sum* are computed while a chunk of logits is at hand, so backward has nothing
 left to do but to multiply them by the upstream gradient, in which the denominator arrives. That
-factor is expected beforehand (:func:`fusedce.contract.objective.expected_upstream`) and multiplied
+factor is expected beforehand (:func:`fusedce.backends.gradients.expected_upstream`) and multiplied
 in before the gradients are rounded; backward multiplies by the real factor over the expected one.
 
 Those gradients alone are kept from forward to backward: ``N * H`` numbers in float32 and the head's
@@ -28,9 +28,9 @@ from torch._compile import _disable_dynamo
 from ..backends.choose import get_backend
 from ..backends.gradients import Gradients, saved_grad_dtypes
 from ..contract.problem import (
+    ACC_DTYPE,
     Problem,
     Task,
-    acc_dtype,
     schema_of,
 )
 from . import NAMESPACE, OPERATORS
@@ -161,7 +161,7 @@ def _below_autograd(task: Task) -> Computed:
 def _(*flat: Any) -> Computed:
     problem, wanted, divergence, _ = Task.of(flat)[0]
     labels = problem.labels
-    total = problem.hidden.new_empty((), dtype=acc_dtype(problem.hidden.dtype))
+    total = problem.hidden.new_empty((), dtype=ACC_DTYPE[problem.hidden.dtype])
     n_valid = labels.new_empty((), dtype=torch.int64)
     argmax = labels.new_empty(labels.shape if wanted.argmax else (0,), dtype=torch.int64)
     if divergence is None and not any(wanted.gradients()):

@@ -25,7 +25,7 @@ from ..backends.upstream import SavedStats, StatGrads, upstream_of
 from ..contract.checks import no_autocast
 from ..contract.groups import group_named
 from ..contract.objective import Stats, token_losses
-from ..contract.problem import Outputs, Problem, Task, acc_dtype, schema_of
+from ..contract.problem import ACC_DTYPE, Outputs, Problem, Task, schema_of
 from . import NAMESPACE, OPERATORS
 from .sums import (
     check_upstream,
@@ -137,7 +137,7 @@ def compute_stats(task: Task, kept: Tensor | None = None) -> Found:
             argmax = labels.new_empty(0, dtype=torch.int64)
             return Found(loss, lse.double(), entropy, zmean, z, top, n_valid, argmax)
         problem = class_logits.subtract_fixed_bytes(problem, wanted)
-        z = problem.hidden.new_empty(0, dtype=acc_dtype(problem.hidden.dtype))
+        z = problem.hidden.new_empty(0, dtype=ACC_DTYPE[problem.hidden.dtype])
         if labels.dim() == 2:
             z = class_logits.chosen_logits(problem, labels)
             problem = class_logits.one_class(problem, z)
@@ -193,7 +193,7 @@ def _needs_top(problem: Problem, wanted: Outputs) -> bool:
 @_stats.register_fake
 def _(*flat: Any) -> tuple[Tensor, ...]:
     problem, wanted, divergence, _ = Task.of(flat)[0]
-    N, dtype = problem.labels.shape[0], acc_dtype(problem.hidden.dtype)
+    N, dtype = problem.labels.shape[0], ACC_DTYPE[problem.hidden.dtype]
     own = divergence is None
     nll, lse, entropy, zmean, top = (
         problem.hidden.new_empty((N if want else 0,), dtype=dtype)
@@ -277,7 +277,7 @@ def compute_grads(
         V, classes, dtypes = problem.weight.shape[0], None, input_dtypes(problem)
         group = None if problem.reduce_over is None else group_named(problem.reduce_over)
         if group is not None:
-            dtypes = dtypes._replace(hidden=acc_dtype(dtype))
+            dtypes = dtypes._replace(hidden=ACC_DTYPE[dtype])
         if not V:  # (Not like hidden: a collective sends memory as it lies.)
             made = Gradients(problem, wanted, dtypes=dtypes, chunks=0, by_tiles=True).cast_out()
         else:
@@ -311,7 +311,7 @@ def _weighed(problem: Problem, upstream: Tensor | None) -> Problem:
     # The upstream gradient of an ignored position may be anything, NaN too.
     upstream = upstream.masked_fill(~problem.valid(), 0)
     weight = upstream if problem.token_weight is None else upstream * problem.token_weight
-    one = torch.ones((), dtype=acc_dtype(problem.hidden.dtype), device=upstream.device)
+    one = torch.ones((), dtype=ACC_DTYPE[problem.hidden.dtype], device=upstream.device)
     return problem.replace(token_weight=weight, expected_upstream=one)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..contract.problem import Outputs, Problem, Task, acc_dtype
+from ..contract.problem import ACC_DTYPE, Outputs, Problem, Task
 from .devices import memory_of
 from .plan import WALK_STEP, Plan, Sizes, choose_plan, device_budget, plan_tiles
 
@@ -34,10 +34,26 @@ def saved_grad_dtypes(problem: Problem) -> Dtypes:
     gradient of a sum can overflow float16 where that of a mean does not.
     """
     dtype = problem.hidden.dtype
-    acc = acc_dtype(dtype)
+    acc = ACC_DTYPE[dtype]
     own = acc if dtype == torch.float16 else dtype
     limited = problem.memory_budget is not None and problem.by_triton()
     return Dtypes(own if limited else acc, own, acc)
+
+
+def expected_upstream(problem: Problem, n_valid: Tensor) -> Tensor:
+    """The factor ``()`` in fp32 or fp64 by which gradients are multiplied before rounding.
+
+    It is the problem's expected upstream gradient, or the one of :meth:`LossSum.mean`, as a new
+    tensor that an operator may return. Backward multiplies by the real upstream gradient over this
+    factor, and skips the product where that is 1. Another upstream gradient costs the weight's
+    gradient, kept in the weight's dtype, a second rounding.
+    """
+    if problem.expected_upstream is not None:
+        return problem.expected_upstream.clone()
+    dtype = ACC_DTYPE[problem.hidden.dtype]
+    if n_valid.device.type == "cpu":
+        return torch.full((), 1 / max(int(n_valid), 1), dtype=dtype, device="cpu")
+    return n_valid.to(dtype).clamp_(min=1).reciprocal_()
 
 
 def sizes_of(
@@ -171,7 +187,7 @@ class Gradients:
     ) -> None:
         hidden, weight, bias = problem.hidden, problem.weight, problem.bias
         device = self.device = hidden.device
-        acc = acc_dtype(hidden.dtype)
+        acc = ACC_DTYPE[hidden.dtype]
         self.dtypes = dtypes
         self.hidden = self.weight = self.bias = None
         if wanted.hidden:

@@ -194,8 +194,8 @@ class Buffer(NamedTuple):
 class Plan(NamedTuple):
     """The way one call is computed.
 
-    The chunks of a sum allocate `buffers`, from which their bytes in `held` follow; what else is in
-    `held` are the tensors of single steps, at most.
+    A way allocates `buffers`, from which their bytes in `held` follow; what else is in `held` are
+    the tensors of single steps, at most.
     """
 
     name: str  # one of STRATEGIES
@@ -487,10 +487,18 @@ def chunked(sizes: Sizes, C: int, T: int) -> Plan:
         held["entries of the labels"] = n * ENTRY
         held["columns of frequent labels"] = sizes.for_frequent(C) if name != CHUNKS else 0
     else:
-        buffers = {"logits of a chunk": Buffer((*heads, V, C), sizes.logit)}
-        held["tiles"] = sizes.copies * C * T * acc
-        held["rows of hidden states"] = 7 * C * H * acc
-        held["rows of weight"] = T * (H + (sizes.teacher or 0)) * acc if narrow else 0
+        buffers = {
+            "logits of a chunk": Buffer((*heads, V, C), sizes.logit),
+            **_torch_tile(sizes, C, T),
+        }
+        held["steps of a tile"] = (sizes.copies - 1) * C * T * acc
+        rows = C * H * acc
+        held["hidden states of a chunk"] = rows
+        held["d_hidden of a chunk"] = rows if sizes.hidden else 0
+        held["rows of the labels"] = rows
+        held["scaled hidden states"] = rows if sizes.weight else 0
+        # In order, summed by class, and as the gradient has them.
+        held["sums of the labels' rows"] = 3 * rows if sizes.weight and narrow else 0
     if name == CHUNKS and sizes.accumulator:
         held["d_weight in float32"] = acc * V * H
     if sizes.teacher is not None:
@@ -498,7 +506,9 @@ def chunked(sizes: Sizes, C: int, T: int) -> Plan:
         if sizes.triton:
             held["d_hidden of a chunk"] = C * H * acc
         else:
-            held["tiles of divergences"] = 4 * C * compared_classes(sizes, C, T) * acc
+            compared = C * compared_classes(sizes, C, T)
+            buffers["tiles compared"] = Buffer((2, compared), acc)
+            held["steps of a comparison"] = 2 * compared * acc
     return _plan(sizes, name, C, V if sizes.triton else T, held, buffers)
 
 
@@ -536,24 +546,39 @@ def by_tiles(sizes: Sizes, R: int, T: int) -> Plan:
     """Tiles of ``R`` tokens and ``T`` classes, and the bytes that they hold."""
     n, H, acc = sizes.n, sizes.H, sizes.acc
     T, narrow = min(T, sizes.V), sizes.element < acc
-    rows = T * H * acc
-    held = {"d_weight of a tile": rows if sizes.weight and narrow else 0}
+    buffers: dict[str, Buffer] = {}
+    held: dict[str, int] = {}
+    if sizes.weight and narrow:
+        buffers["d_weight of a tile"] = Buffer((T, H), acc)
     if sizes.triton:
-        held["tile of products"] = R * multiple_of_16(T) * 4
-        held["gradient of a tile"] = R * multiple_of_16(T) * sizes.element
+        buffers["tile of products"] = Buffer((R * multiple_of_16(T),), 4)
+        buffers["gradient of a tile"] = Buffer((R, multiple_of_16(T)), sizes.element)
         if sizes.hidden and n < sizes.N:
             held["d_hidden of the rows used"] = n * H * acc
         if sizes.weight and sizes.fp16:
             held["scaled hidden states"] = n * H * (acc + sizes.element)
         # Up to five numbers a row and split, before the tiles are made.
         before = 20 * sizes.N * min(-(-sizes.V // 64), MAX_SPLITS) + sizes.aligned
-        held["statistics"] = max(before - sum(held.values()), 0) + 4 * 16 * n
+        after = sum(held.values()) + sum(buffer.bytes for buffer in buffers.values())
+        held["statistics"] = max(before - after, 0) + 4 * 16 * n
     else:
-        held["tiles"] = sizes.copies * R * T * acc
-        held["rows of hidden states"] = 3 * R * H * acc
-        held["rows of weight"] = rows if narrow else 0
+        filled = -(-R // ROW_MULTIPLE) * ROW_MULTIPLE
+        buffers |= _torch_tile(sizes, filled, T)
+        held["steps of a tile"] = (sizes.copies - 1) * filled * T * acc
+        for name in ("hidden states", "d_hidden", "rows of the labels in hidden states"):
+            held[f"{name} of a block"] = filled * H * acc
         held["statistics"] = 8 * 16 * sizes.N
-    return _plan(sizes, TILES, R, T, held)
+    return _plan(sizes, TILES, R, T, held, buffers)
+
+
+def _torch_tile(sizes: Sizes, C: int, T: int) -> dict[str, Buffer]:
+    """What every tile of the torch backend is computed in: `Logits` of ``C`` tokens."""
+    buffers = {"tile of logits": Buffer((T, C), sizes.acc)}
+    if sizes.element < sizes.acc:
+        buffers["rows of weight"] = Buffer((T, sizes.H), sizes.acc)
+        if sizes.teacher is not None:
+            buffers["rows of the teacher's weight"] = Buffer((T, sizes.teacher), sizes.acc)
+    return buffers
 
 
 def _plan(
@@ -562,10 +587,9 @@ def _plan(
     tokens: int,
     classes: int,
     held: dict[str, int],
-    buffers: dict[str, Buffer] | None = None,
+    buffers: dict[str, Buffer],
 ) -> Plan:
     """A way that holds ``held`` and ``buffers``, and what every way holds."""
-    buffers = buffers or {}
     N, H, acc, narrow = sizes.N, sizes.H, sizes.acc, sizes.element < sizes.acc
     wide_hidden = sizes.wide_hidden or not sizes.triton
     waiting, gathered = sizes.weight and sizes.wide_weight, sizes.triton and sizes.n < N

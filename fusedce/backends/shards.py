@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..agreement import ALL_GATHER, not_all_came
-from ..contract.problem import Outputs, Problem, Shard, acc_dtype
+from ..contract.problem import ACC_DTYPE, Outputs, Problem, Shard
 from .gradients import copied_bytes, sizes_of
 from .plan import DEVICE_BUDGET, Sizes
 
@@ -45,7 +45,7 @@ def waiting_for_ranks(group: dist.ProcessGroup) -> Iterator[None]:
 
 def sharded_sizes(problem: Problem, shard: Shard, n: int) -> Sizes:
     """Sizes for a plan of ``n`` tokens, of the largest shard: all ranks make the same plan."""
-    acc, triton = acc_dtype(problem.hidden.dtype).itemsize, problem.by_triton()
+    acc, triton = ACC_DTYPE[problem.hidden.dtype].itemsize, problem.by_triton()
     wanted, logit = Outputs(hidden=True, weight=True), None if triton else acc
     call = sizes_of(problem, wanted, n, logit=logit, triton=triton)
     V = max(shard.largest, 1)

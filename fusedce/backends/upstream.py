@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..contract.labels import used_tokens
-from ..contract.objective import LogitGrad, Stats, expected_upstream, slopes, token_losses
-from ..contract.problem import Outputs, Problem, Projection, acc_dtype
-from .gradients import Summed, saved_grad_dtypes
+from ..contract.objective import LogitGrad, Stats, slopes, token_losses
+from ..contract.problem import ACC_DTYPE, Outputs, Problem, Projection
+from .gradients import Summed, expected_upstream, saved_grad_dtypes
 
 
 class SavedStats(NamedTuple):
@@ -98,7 +98,7 @@ def upstream_of(
         at_classes = at_classes if slope is None else at_classes * slope
         used = used | (at_classes != 0).any(1)
     lse = values.lse.double()
-    low = (lse - lse.to(acc_dtype(problem.hidden.dtype))).masked_fill(lse.isinf(), 0)
+    low = (lse - lse.to(ACC_DTYPE[problem.hidden.dtype])).masked_fill(lse.isinf(), 0)
     if beta is not None:
         alpha, beta = alpha + beta * low, beta * torch.exp(-low)
     alpha = alpha * torch.exp(-low) + 0 * at_label

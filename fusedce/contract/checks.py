@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from .problem import FINITE, NUMBERS, RANGES, Problem, acc_dtype
+from .problem import ACC_DTYPE, FINITE, NUMBERS, RANGES, Problem
 
 _LARGEST = torch.iinfo(torch.int64).max
 BUDGET_VARIABLE = "FUSEDCE_MEMORY_BUDGET"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = tuple(ACC_DTYPE)
 _DEFAULTS = {name: Problem._field_defaults[name] for name in NUMBERS}
 
 
@@ -384,7 +384,7 @@ def check_int(name: str, value: object, what: str = "an int", least: int | None 
 
 def check_width(name: str, x: Tensor, hidden: Tensor) -> None:
     """Raise ``TypeError`` unless ``x`` is float64 exactly where ``hidden`` is."""
-    if acc_dtype(x.dtype) != acc_dtype(hidden.dtype):
+    if (x.dtype == torch.float64) != (hidden.dtype == torch.float64):
         raise TypeError(
             f"{name} must be float64 exactly where hidden is, got {x.dtype} for {hidden.dtype}"
         )

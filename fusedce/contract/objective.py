@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .problem import Problem, acc_dtype
+from .problem import Problem
 
 
 class Stats(NamedTuple):
@@ -127,19 +127,3 @@ def weights_and_count(problem: Problem) -> tuple[Tensor, Tensor]:
 def _of_labels(c: Tensor, problem: Problem) -> Tensor:
     """``(N,)`` float64 weight of each label's class; of any class where the label is ignored."""
     return c.double()[problem.labels.long().clamp(0, c.shape[0] - 1)]
-
-
-def expected_upstream(problem: Problem, n_valid: Tensor) -> Tensor:
-    """The factor ``()`` in fp32 or fp64 by which gradients are multiplied before rounding.
-
-    It is the problem's expected upstream gradient, or the one of :meth:`LossSum.mean`, as a new
-    tensor that an operator may return. Backward multiplies by the real upstream gradient over this
-    factor, and skips the product where that is 1. Another upstream gradient costs the weight's
-    gradient, kept in the weight's dtype, a second rounding.
-    """
-    if problem.expected_upstream is not None:
-        return problem.expected_upstream.clone()
-    dtype = acc_dtype(problem.hidden.dtype)
-    if n_valid.device.type == "cpu":
-        return torch.full((), 1 / max(int(n_valid), 1), dtype=dtype, device="cpu")
-    return n_valid.to(dtype).clamp_(min=1).reciprocal_()

@@ -16,10 +16,13 @@ from torch import Tensor
 
 from .groups import group_named, local_of
 
-
-def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of logits, losses and sums for inputs of ``dtype``: float32, or float64 for float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+ACC_DTYPE = {
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+    torch.float64: torch.float64,
+}
+"""Dtype of logits, losses and sums for inputs of each dtype."""
 
 
 class Problem(NamedTuple):
@@ -140,7 +143,7 @@ class Projection(NamedTuple):
     @property
     def acc(self) -> torch.dtype:
         """Dtype of logits and sums."""
-        return acc_dtype(self.weight.dtype)
+        return ACC_DTYPE[self.weight.dtype]
 
     def slope(self, z: Tensor) -> Tensor | None:
         """Derivative of capped logits ``z`` by those before the cap; ``None`` without a cap."""
@@ -210,7 +213,7 @@ class Divergence(NamedTuple):
     def _over_temperature(self, head: Projection) -> Projection:
         weight, bias, scale, softcap = head
         if bias is not None:
-            bias = bias.detach().to(acc_dtype(bias.dtype))
+            bias = bias.detach().to(ACC_DTYPE[bias.dtype])
             # With a scale below 0, -inf becomes a logit of +inf, whose loss must stay NaN.
             bias = bias.clamp(min=-NEVER) if scale > 0 else bias
         t = self.temperature

@@ -15,7 +15,7 @@ from ..contract.checks import check_choice
 from ..contract.groups import local_of
 from ..contract.labels import shift_labels
 from ..contract.objective import weights_and_count
-from ..contract.problem import Problem, Task, acc_dtype
+from ..contract.problem import ACC_DTYPE, Problem, Task
 from ..ranks.agreement import LOSSES, SUM
 from ..ranks.door import prepared
 
@@ -105,7 +105,7 @@ def fused_cross_entropy(
     if reduction == "none":
         losses = dispatch.token_losses(Task(problem), vocabulary.stats_of)
         return vocabulary.tokens.own(losses)[0].view(local_of(labels).shape)
-    dtype = acc_dtype(problem.hidden.dtype)
+    dtype = ACC_DTYPE[problem.hidden.dtype]
     if reduction == "sum":
         one = problem.hidden.new_ones((), dtype=dtype)
         task = Task(problem.replace(expected_upstream=one))

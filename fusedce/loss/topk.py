@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..backends.choose import resolve_backend
 from ..backends.gradients import sizes_of
-from ..backends.plan import ROW_MULTIPLE, BudgetTooSmall, plan_tiles
+from ..backends.plan import ROW_MULTIPLE, BudgetTooSmall, by_tiles, plan_tiles
 from ..backends.shards import all_gather
 from ..backends.torch.logit_tiles import Logits, chunks_of, exp_, filled, tiles
 from ..contract.checks import check_are_tensors, check_int
@@ -119,8 +119,8 @@ def fused_topk(
 @torch.compiler.disable
 def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor]:
     """``(N, k)`` log-probabilities and classes."""
-    V, logits = len(problem.weight), Logits(Projection.of(problem))
-    top = problem.hidden.new_full((len(problem.labels), k), -torch.inf, dtype=logits.head.acc)
+    V, head = len(problem.weight), Projection.of(problem)
+    top = problem.hidden.new_full((len(problem.labels), k), -torch.inf, dtype=head.acc)
     at = torch.full_like(top, V if shard is None else shard.V, dtype=torch.int64)
     lses = torch.full_like(top[:, :1], -torch.inf, dtype=torch.float64)
     rows = used_tokens(problem, max(V, 1))[0].nonzero()[:, 0]
@@ -130,10 +130,11 @@ def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor
     most_rows = V if shard is None else shard.largest
     call = call._replace(V=max(most_rows, 1), copies=call.copies + 3)
     way = plan_tiles(call, memory_budget=problem.memory_budget)
-    tokens, step = way.tokens, way.classes
-    if problem.memory_budget is None and tokens >= _MANY:
+    if problem.memory_budget is None and way.tokens >= _MANY:
         # As many logits, of fewer tokens: a large tile has no more candidates than a small one.
-        tokens, step = tokens // _WIDER // ROW_MULTIPLE * ROW_MULTIPLE, step * _WIDER
+        fewer = way.tokens // _WIDER // ROW_MULTIPLE * ROW_MULTIPLE
+        way = by_tiles(call, fewer, way.classes * _WIDER)
+    tokens, step, logits = way.tokens, way.classes, Logits(head, way)
     for some in chunks_of(rows, tokens):
         block = filled(some)
         h = logits.operand(problem.hidden[block])
@@ -153,7 +154,7 @@ def _walk(problem: Problem, k: int, shard: Shard | None) -> tuple[Tensor, Tensor
     if shard is None or not len(top):
         return top, at
     top, at, lses = _over_ranks(top, at + shard.first, lses, shard)
-    return (top - lses).to(logits.head.acc), at
+    return (top - lses).to(head.acc), at
 
 
 def _largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ from ..backends.shards import (
 )
 from ..contract.labels import used_tokens
 from ..contract.objective import Stats
-from ..contract.problem import Problem, Shard, Task, acc_dtype
+from ..contract.problem import ACC_DTYPE, Problem, Shard, Task
 
 
 @_disable_dynamo  # a compiler breaks its graph at the door already, where ranks compare arguments
@@ -45,7 +45,7 @@ def token_stats(task: Task, *, shard: Shard) -> tuple[Stats, Tensor]:
     token. In backward one all-reduce of ``(N, H)`` in float32, if hidden gets a gradient.
     """
     problem, wanted = _within_budget(task.problem, shard), task.wanted
-    acc = acc_dtype(problem.hidden.dtype)
+    acc = ACC_DTYPE[problem.hidden.dtype]
     if problem.labels.dim() == 2:
         valid, classes = class_logits.in_range(problem, problem.labels, shard.V)
         unknown = valid & (classes != problem.labels)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedce import reference_kl
-from fusedce.contract.problem import acc_dtype
+from fusedce.contract.problem import ACC_DTYPE
 from fusedce.testing import NAMES, Loss, assert_within
 from support.bounds import in_float64
 
@@ -92,7 +92,7 @@ def check_pair(fn: Loss, pair: Pair, device: torch.device | str = "cpu") -> None
     eager = partial(reference_kl, dtype=torch.float32)
     _, _, eager_grads = gradients_of(eager, tensors, options)
     assert int(n_valid) == int(count), f"n_valid is {int(n_valid)}, reference {int(count)}: {pair}"
-    acc = acc_dtype(pair.dtype)
+    acc = ACC_DTYPE[pair.dtype]
     assert loss.dtype == acc, f"loss_sum must be {acc}, got {loss.dtype}"
     eps, out = torch.finfo(acc).eps, torch.finfo(pair.dtype).eps
     size = 1 + 30 * pair.spread

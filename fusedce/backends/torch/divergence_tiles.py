@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from ...contract.labels import used_tokens
-from ...contract.objective import expected_upstream
 from ...contract.problem import (
     FORWARD,
     INFINITE,
@@ -43,7 +42,14 @@ from ...contract.problem import (
     Shard,
     Task,
 )
-from ..gradients import Gradients, Summed, saved_grad_dtypes, sizes_of
+from ..gradients import (
+    Gradients,
+    Summed,
+    allocate,
+    expected_upstream,
+    saved_grad_dtypes,
+    sizes_of,
+)
 from ..plan import FEW_CHUNKS, Plan, choose_plan, compared_classes
 from ..shards import (
     all_reduce,
@@ -160,21 +166,17 @@ class _Compared:
     ) -> None:
         self.train = train
         self.problem, self.divergence, self.shard = problem, divergence, shard
-        self.classes, self.tokens, self.step = plan.classes, plan.tokens, step
+        self.classes, self.step = plan.classes, step
         self.student = divergence.student(problem)
-        self.logits = Logits(self.student)
-        self.of_student = self.buffer(len(problem.weight))
-        self.scratch = self.buffer(step), self.buffer(step)
-
-    def buffer(self, classes: int) -> Tensor:
-        """Memory for the logits of a chunk."""
-        size = self.tokens * classes
-        return torch.empty(size, dtype=self.student.acc, device=self.problem.hidden.device)
+        self.logits = Logits(self.student, plan)
+        acc, device = self.student.acc, problem.hidden.device
+        self.of_chunk = allocate(plan, "logits of a chunk", acc, device)  # (heads, V, C)
+        self.scratch = allocate(plan, "tiles compared", acc, device)
 
     def all(self, logits: Logits, h: Tensor, out: Tensor) -> Tensor:
         """``(V, C)`` logits of a head."""
         V, C = len(self.problem.weight), len(h)
-        out, operand = out[: V * C].view(V, C), logits.operand(h)
+        out, operand = out.view(-1)[: V * C].view(V, C), logits.operand(h)
         for begin, end in tiles(V, self.classes):
             logits.tile(operand, begin, end, out=out[begin:end])
         return out
@@ -209,23 +211,23 @@ class _ToTeacher(_Compared):
         super().__init__(*args, **more)
         self.teacher = self.divergence.teacher()
         self.teacher_hidden = self.divergence.teacher_hidden
-        self.teachers = Logits(self.teacher)
-        self.of_teacher = self.buffer(len(self.problem.weight))
+        self.teachers = Logits(self.teacher, self.logits.plan, "the teacher's weight")
 
     def __call__(self, h: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:
         divergence, shard, dtype = self.divergence, self.shard, h.dtype
-        s = self.all(self.logits, h, self.of_student)
-        t = self.all(self.teachers, self.teacher_hidden[chunk], self.of_teacher)
+        of_student, of_teacher = self.of_chunk
+        s = self.all(self.logits, h, of_student)
+        t = self.all(self.teachers, self.teacher_hidden[chunk], of_teacher)
         y = self.problem.labels[chunk].long() - (0 if shard is None else shard.first)
         labels = TileLabels(y, len(s), self.step)
         stats = TileStats(labels, dtype) if divergence.ce_weight else None  # at temperature 1
-        of_student, of_teacher = Sums(), Sums()
+        sums_s, sums_t = Sums(), Sums()
         for begin, of_s, of_t, scratch, _ in self.small(s, t):
-            of_student.add(of_s, maxima(of_s), scratch)
-            of_teacher.add(of_t, maxima(of_t), scratch)
+            sums_s.add(of_s, maxima(of_s), scratch)
+            sums_t.add(of_t, maxima(of_t), scratch)
             if stats is not None:
                 stats.add(torch.mul(of_s, divergence.temperature, out=scratch), begin)
-        lse, lse_t = self.merged(of_student.lse(y), of_teacher.lse(y))
+        lse, lse_t = self.merged(sums_s.lse(y), sums_t.lse(y))
         of_label = None if stats is None else self.of_label(stats)
         shift = lse_t - lse
         far = shift.abs() > _NEAR  # (C,)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...contract.problem import Projection
-from ..plan import ROW_MULTIPLE
+from ..gradients import allocate
+from ..plan import ROW_MULTIPLE, Plan
 from .products import Products, on_cpu
 
 # Largest sum of exponentials that is accepted. It and its inverse are far from the ends of
@@ -110,10 +111,14 @@ class TileLabels:
 
 
 class Logits:
-    """Logits of a head, tile by tile, in memory that every tile uses again."""
+    """Logits of a head, tile by tile, in memory that every tile uses again.
 
-    def __init__(self, head: Projection) -> None:
-        self.head, self.products = head, Products.of(head.weight)
+    It is that of a ``plan``; without one, of the sizes that are asked for.
+    """
+
+    def __init__(self, head: Projection, plan: Plan | None = None, of: str = "weight") -> None:
+        self.head, self.products, self.plan = head, Products.of(head.weight), plan
+        self._rows_of = f"rows of {of}"
         self._z: Tensor | None = None
         self._w: Tensor | None = None
         self._widened = (0, 0)  # the rows that are in `_w`
@@ -149,7 +154,7 @@ class Logits:
         if w.dtype == dtype:
             return w
         if self._w is None or len(self._w) < len(w):
-            self._w = torch.empty(w.shape, dtype=self.products.acc, device=w.device)
+            self._w = self._memory(self._rows_of, w.shape)
         wide = self._w[: len(w)]
         if self._widened != (begin, end):
             wide.copy_(w)
@@ -168,9 +173,19 @@ class Logits:
         """``(rows, columns)`` in the memory of the tile before, where that is large enough."""
         n, z = rows * columns, self._z
         if z is None or z.numel() < n:
-            w = self.head.weight
-            self._z = z = torch.empty(rows, columns, dtype=self.products.acc, device=w.device)
+            self._z = z = self._memory("tile of logits", (rows, columns))
         return z if z.shape == (rows, columns) else z.view(-1)[:n].view(rows, columns)
+
+    def _memory(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The plan's buffer of that name, which must be large enough for ``shape``."""
+        acc, device = self.products.acc, self.head.weight.device
+        # (A teacher of fewer bytes than its student has rows that the plan does not know.)
+        if self.plan is None or name not in self.plan.buffers:
+            return torch.empty(shape, dtype=acc, device=device)
+        made = allocate(self.plan, name, acc, device)
+        if made.numel() < math.prod(shape):
+            raise AssertionError(f"{name}: the plan has {tuple(made.shape)}, not {tuple(shape)}")
+        return made
 
 
 class Sums:

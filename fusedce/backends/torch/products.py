@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...contract.problem import acc_dtype
+from ...contract.problem import ACC_DTYPE
 from ..devices import widens
 
 _BLOCK = 2**22  # elements of a product that waits in memory of its own to be added
@@ -45,7 +45,7 @@ class Products(NamedTuple):
     @classmethod
     def of(cls, hidden: Tensor) -> Products:
         """The dtypes of the GEMMs of ``hidden (N, H)``, by its dtype and device."""
-        dtype, acc = hidden.dtype, acc_dtype(hidden.dtype)
+        dtype, acc = hidden.dtype, ACC_DTYPE[hidden.dtype]
         narrow = acc != dtype and widens("mm", hidden.device, dtype)
         return cls(dtype, dtype if narrow else acc, acc)
 

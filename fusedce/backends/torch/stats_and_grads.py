@@ -20,15 +20,16 @@ from torch import Tensor
 
 from ...contract.labels import used_tokens
 from ...contract.objective import LogitGrad, Stats
-from ...contract.problem import Outputs, Problem, Projection, acc_dtype
+from ...contract.problem import ACC_DTYPE, Outputs, Problem, Projection
 from ..devices import memory_of
 from ..gradients import (
     Dtypes,
     Gradients,
+    allocate,
     check_budget,
     sizes_of,
 )
-from ..plan import CPU_BUDGET, device_budget, most_classes, plan_tiles
+from ..plan import CPU_BUDGET, by_tiles, device_budget, most_classes, plan_tiles
 from .logit_tiles import (
     Logits,
     Rows,
@@ -50,7 +51,7 @@ _LOWEST = -1e4  # nats: a probability of 0, in float64 too
 
 def room_for_logits(problem: Problem) -> Tensor | None:
     """``(V, N)``, if finished logits of all positions take no more than a chunk's by default."""
-    N, V, acc = len(problem.labels), len(problem.weight), acc_dtype(problem.hidden.dtype)
+    N, V, acc = len(problem.labels), len(problem.weight), ACC_DTYPE[problem.hidden.dtype]
     device, size = problem.hidden.device, N * V * acc.itemsize
     limited = problem.memory_budget is not None or problem.chunk_tokens is not None
     budget = CPU_BUDGET
@@ -69,7 +70,9 @@ def token_stats(
     N, V = len(problem.labels), problem.weight.shape[0]
     used, n_valid = used_tokens(problem)
     rows = used.nonzero()[:, 0]
-    logits = Logits(Projection.of(problem))
+    check_budget(problem, sizes_of(problem, wanted, len(rows)))
+    plan = plan_tiles(sizes_of(problem, Outputs(), len(rows)), memory_budget=problem.memory_budget)
+    logits = Logits(Projection.of(problem), plan)
     head = logits.head
     device = problem.hidden.device
 
@@ -82,8 +85,6 @@ def token_stats(
         argmax.fill_(-1)
         stats = stats._replace(top=out(True))
     c = None if problem.class_weight is None else problem.class_weight.to(head.acc)
-    check_budget(problem, sizes_of(problem, wanted, len(rows)))
-    plan = plan_tiles(sizes_of(problem, Outputs(), len(rows)), memory_budget=problem.memory_budget)
     for block in blocks_of(rows, plan.tokens, N):
         h = logits.operand(filled(problem.hidden[block]))  # (R, H)
         y = filled(problem.labels[block].long())
@@ -126,16 +127,16 @@ def token_grads(
     kept: Tensor | None = None,  # (V, N) finished logits
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The wanted gradients, from logits ``kept`` or computed anew; holds one tile of them."""
-    V, H = problem.weight.shape
-    logits = Logits(Projection.of(problem))
-    products = logits.products
-    acc, operands = products.acc, products.operands
+    V = len(problem.weight)
     rows = (problem.valid() & upstream.used).nonzero()[:, 0]
     call = sizes_of(problem, wanted, len(rows), dtypes)
     plan = plan_tiles(call, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget)
-    classes = plan.classes
     if kept is not None:  # nothing is multiplied again, so no bits depend on the tile
-        classes = most_classes(call.limits, min(plan.tokens, len(rows)))
+        most = most_classes(call.limits, min(plan.tokens, len(rows)))
+        plan = by_tiles(call, plan.tokens, most)
+    classes, logits = plan.classes, Logits(Projection.of(problem), plan)
+    products = logits.products
+    acc, operands = products.acc, products.operands
     grads = Gradients(problem, wanted, dtypes=dtypes, chunks=len(rows), by_tiles=True)
     units = _units(problem, upstream) if operands == torch.float16 else None
     blocks = [
@@ -146,7 +147,7 @@ def token_grads(
     largest = None if units is None or not blocks else units[rows].amax()
     sums = None  # (T, H), of a tile's rows of the weight gradient
     if grads.weight is not None and grads.weight.dtype != acc and blocks:
-        sums = torch.empty(min(classes, V), H, dtype=acc, device=grads.weight.device)
+        sums = allocate(plan, "d_weight of a tile", acc, grads.weight.device)
     for begin, end in tiles(V, classes if blocks else V):
         of_tile = None if grads.weight is None else grads.weight[begin:end]
         d_weight = of_tile if sums is None else sums[: end - begin]
@@ -170,7 +171,7 @@ def token_grads(
             own[number][tokens] = entries
             g = g.to(operands)
             if grads.hidden is not None:
-                added = torch.empty(len(block.y), H, dtype=acc, device=g.device)
+                added = hidden.new_empty(block.y.shape + hidden.shape[1:], dtype=acc)
                 products(g.t(), logits.rows(begin, end, operands), added)
                 if block.unit is not None:
                     added.mul_(block.unit[:, None])
@@ -246,7 +247,7 @@ class _Block(NamedTuple):
         step: int,  # classes of a tile
     ) -> _Block:
         """The block of these ``rows``."""
-        acc, scale = acc_dtype(problem.hidden.dtype), problem.logit_scale
+        acc, scale = ACC_DTYPE[problem.hidden.dtype], problem.logit_scale
         unit = None if units is None else units[rows]
 
         def factor(x: Tensor | None, scale: float = 1.0) -> Any:

@@ -26,11 +26,13 @@ import torch
 from torch import Tensor
 
 from ...contract.labels import used_rows
-from ...contract.objective import expected_upstream, slopes, token_losses
-from ...contract.problem import Outputs, Problem, Projection, Task, acc_dtype
+from ...contract.objective import slopes, token_losses
+from ...contract.problem import ACC_DTYPE, Outputs, Problem, Projection, Task
 from ..gradients import (
     Gradients,
     Summed,
+    allocate,
+    expected_upstream,
     saved_grad_dtypes,
     sizes_of,
 )
@@ -38,6 +40,7 @@ from ..plan import (
     FEW_CHUNKS,
     ONE_CHUNK,
     TILES,
+    Plan,
     choose_plan,
     evaluation_tile,
     is_one_tile,
@@ -71,13 +74,13 @@ def loss(problem: Problem) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64; holds one tile of logits."""
     rows, n, n_valid = used_rows(problem)
     call = _Call(problem, Logits(Projection.of(problem)))
-    if problem.memory_budget is None:
+    if problem.memory_budget is None:  # a tile of fixed size
         C, classes = evaluation_tile(n, on_cpu=on_cpu(problem.hidden))
         if call.logits.products.operands != problem.hidden.dtype:
             classes = min(classes, max(_WIDENED // problem.hidden.shape[1], 1))
     else:
         plan = plan_tiles(sizes_of(problem, Outputs(), n), memory_budget=problem.memory_budget)
-        C, classes = plan.tokens, plan.classes
+        C, classes, call.logits.plan = plan.tokens, plan.classes, plan
     whole = classes >= len(problem.weight)
     chunks = chunks_of_rows(rows, C)
     totals = [_one_tile(call, x) if whole else _tile_by_tile(call, x, classes) for x in chunks]
@@ -86,7 +89,7 @@ def loss(problem: Problem) -> tuple[Tensor, Tensor]:
 
 def _added(totals: list[Tensor], problem: Problem) -> Tensor:
     """``()`` fp32 or fp64: the sum of float64 ``totals``."""
-    dtype = acc_dtype(problem.hidden.dtype)
+    dtype = ACC_DTYPE[problem.hidden.dtype]
     if len(totals) == 1:
         return totals[0].to(dtype)
     if not totals:
@@ -110,14 +113,16 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
     narrow = stored != logits.products.acc
     dtypes = saved_grad_dtypes(problem)
     limited = problem.memory_budget is not None or problem.chunk_tokens is not None
-    if not limited and is_one_tile(n, V, stored.itemsize, on_cpu=on_cpu(problem.hidden)):
+    small = is_one_tile(n, V, stored.itemsize, on_cpu=device.type == "cpu")
+    plan: Plan | None = None
+    if small and not limited and not narrow:
         C, step, way = n, V, ONE_CHUNK
     else:
         call = sizes_of(problem, wanted, n, dtypes, logit=stored.itemsize)
         plan = choose_plan(
             call, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget
         )
-        C, step, way = min(plan.tokens, n), plan.classes, plan.name
+        C, step, way, logits.plan = min(plan.tokens, n), plan.classes, plan.name, plan
     # float16 has no room for exponentials relative to another logit than the largest, but for
     # probabilities: a device that multiplies in it takes the way that knows the log-sum-exp.
     if way == TILES or (narrow and stored == torch.float16):
@@ -132,8 +137,9 @@ def loss_and_grads(task: Task, argmax: Tensor | None = None) -> Summed:
     of_all = _Call(problem, logits, grads, factor, argmax)
     if argmax is not None:
         argmax.fill_(-1)
-    one_tile = step >= V and not narrow
-    exps = None if one_tile else torch.empty(V, C, dtype=stored, device=device)
+    one_tile, exps = step >= V and not narrow, None
+    if plan is not None and not one_tile:
+        exps = allocate(plan, "logits of a chunk", stored, device)
     totals: list[Tensor] = []
     for chunk in chunks:
         if one_tile:

@@ -17,8 +17,8 @@ from ...contract.objective import LogitGrad
 from ...contract.problem import Outputs, Problem
 from ...kernels.softmax_grad import token_grad_kernel
 from ..devices import capturing
-from ..gradients import Dtypes, Gradients, sizes_of
-from ..plan import multiple_of_16, plan_tiles, power_of_2
+from ..gradients import Dtypes, Gradients, allocate, sizes_of
+from ..plan import Plan, multiple_of_16, plan_tiles, power_of_2
 from .head_gradients import Head, add_label_grads, add_to_bias
 from .launch import (
     compact,
@@ -63,7 +63,7 @@ def token_grads(
         if grads.hidden is not None:  # float32, too
             dh = grads.hidden if every_row else torch.empty_like(walk.h, dtype=torch.float32)
             dh.zero_()
-        walk.add_tiles(grads, dh, plan.tokens, plan.classes)
+        walk.add_tiles(grads, dh, plan)
         y, at = walk.own_label_grads(upstream)
         if grads.hidden is not None and dh is not None:
             walk.finish_hidden(dh, y, at, walk.factors, rows, grads.hidden, 0, 0, 1.0)
@@ -108,19 +108,20 @@ class _Walk(Head):
         }
         self.label_grads = torch.zeros(n, dtype=torch.float32, device=weight.device)  # the labels'
 
-    def add_tiles(self, grads: Gradients, dh: Tensor | None, R: int, T: int) -> None:
-        """Blocks of ``R`` tokens by tiles of ``T`` classes."""
-        V, n, dtype = len(self.weight), len(self.h), self.weight.dtype
-        device = self.weight.device
-        products = torch.empty(R * multiple_of_16(T), dtype=torch.float32, device=device)
-        stored = torch.empty(R, multiple_of_16(T), dtype=dtype, device=device)
+    def add_tiles(self, grads: Gradients, dh: Tensor | None, plan: Plan) -> None:
+        """Blocks of tokens by tiles of classes."""
+        V, n, R, T = len(self.weight), len(self.h), plan.tokens, plan.classes
+        dtype, device = self.weight.dtype, self.weight.device
+        products = allocate(plan, "tile of products", torch.float32, device)
+        stored = allocate(plan, "gradient of a tile", dtype, device)
+        sums = None  # (T, H), where several blocks add to a tile's rows of the weight gradient
+        if grads.weight is not None and n > R and grads.weight.dtype != torch.float32:
+            sums = allocate(plan, "d_weight of a tile", torch.float32, device)
         h, largest = scaled_by(self.h, self.factors)
         for begin in range(0, V, T):
             end = min(begin + T, V)
             of_tile = None if grads.weight is None else grads.weight[begin:end]
-            d_weight = of_tile
-            if of_tile is not None and n > R and of_tile.dtype != torch.float32:
-                d_weight = torch.empty(of_tile.shape, dtype=torch.float32, device=device)
+            d_weight = of_tile if sums is None else sums[: end - begin]
             w = self.weight[begin:end]
             for first in range(0, n, R):
                 rows = slice(first, min(first + R, n))
