@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from ..backends import class_logits
 from ..backends.choose import get_backend, resolve_backend
 from ..contract.objective import Stats, fold_class_weight
-from ..contract.problem import Outputs, Problem, Task
+from ..contract.problem import Divergence, Outputs, Problem, Task
 from ..contract.results import LossSum
 from . import sums, tokens
 from .tokens import StatsOf
@@ -36,10 +36,10 @@ def loss_sum(task: Task, stats_of: StatsOf | None = None) -> tuple[LossSum, dict
     These are ``(N,)`` each, of `Stats`, without gradient. ``stats_of`` computes them where they are
     merged over ranks.
     """
-    problem, (_, monitored, divergence, shard) = _prepared(task.problem), task
+    problem, monitored = _prepared(task.problem), task.wanted
     wanted = Outputs.of(problem)
     train = wanted.hidden or wanted.weight or wanted.bias
-    if stats_of is not None or _by_tokens(problem, task, train=train):
+    if stats_of is not None or _by_tokens(problem, monitored, task.divergence, train=train):
         if monitored.argmax and train:  # which may be written into the labels' memory
             problem = problem.replace(labels=problem.labels.clone())  # for backward
         losses, stats = tokens.losses(task.replace(problem=problem), stats_of)
@@ -49,13 +49,14 @@ def loss_sum(task: Task, stats_of: StatsOf | None = None) -> tuple[LossSum, dict
         return LossSum(total, stats.n_valid), values
     if monitored.argmax:
         wanted = wanted.replace(argmax=True)
-    total, n_valid, argmax = sums.loss_sum(Task(problem, wanted, divergence, shard))
+    total, n_valid, argmax = sums.loss_sum(Task(problem, wanted, task.divergence, task.shard))
     return LossSum(total, n_valid), {} if argmax is None else {"argmax": argmax}
 
 
-def _by_tokens(problem: Problem, task: Task, *, train: bool) -> bool:
+def _by_tokens(
+    problem: Problem, monitored: Outputs, divergence: Divergence | None, *, train: bool
+) -> bool:
     """Whether the sum is computed from the tokens' losses, whose gradients come in backward."""
-    _, monitored, divergence, _ = task
     if monitored.lse or monitored.entropy:
         return True
     if divergence is not None:

@@ -27,12 +27,7 @@ from torch._compile import _disable_dynamo
 
 from ..backends.choose import get_backend
 from ..backends.gradients import Gradients, saved_grad_dtypes
-from ..contract.problem import (
-    ACC_DTYPE,
-    Problem,
-    Task,
-    schema_of,
-)
+from ..contract.problem import ACC_DTYPE, Problem, Task, schema_of
 from . import NAMESPACE, OPERATORS
 
 Computed = tuple[Any, ...]

@@ -138,7 +138,7 @@ def check_divergence_budget(task: Task) -> None:
         return
     n, triton = len(problem.labels), problem.by_triton()
     call = sizes_of(problem, wanted, n, saved_grad_dtypes(problem), triton=triton)
-    call = _of_backward(call).with_teacher(divergence.teacher_size())
+    call = _of_backward(call).with_teacher(*divergence.teacher_sizes())
     choose_plan(call, memory_budget=problem.memory_budget)
 
 

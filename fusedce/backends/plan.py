@@ -108,10 +108,11 @@ class Sizes(NamedTuple):
     gemm_block: int = 0  # classes of a block where one GEMM makes the exponentials; 0: tiles do
     exp_block: int = EXP_BLOCK_V  # of a block of the kernel that makes them of a tile
     teacher: int | None = None  # H of the teacher of a divergence
+    teacher_element: int = 0  # bytes of an element of the teacher's inputs
 
-    def with_teacher(self, teacher: int) -> Sizes:
-        """The call of a divergence from a teacher of that H."""
-        return self._replace(logit=self.acc, teacher=teacher)
+    def with_teacher(self, teacher: int, element: int) -> Sizes:
+        """The call of a divergence from a teacher of that H, and of so many bytes an element."""
+        return self._replace(logit=self.acc, teacher=teacher, teacher_element=element)
 
     def with_copies(self, row_major: int, aligned: int) -> Sizes:
         """The call of inputs of which the Triton backend makes copies."""
@@ -565,19 +566,19 @@ def by_tiles(sizes: Sizes, R: int, T: int) -> Plan:
         filled = -(-R // ROW_MULTIPLE) * ROW_MULTIPLE
         buffers |= _torch_tile(sizes, filled, T)
         held["steps of a tile"] = (sizes.copies - 1) * filled * T * acc
-        for name in ("hidden states", "d_hidden", "rows of the labels in hidden states"):
-            held[f"{name} of a block"] = filled * H * acc
+        for name in ("hidden states of a block", "d_hidden of a block", "rows of the labels"):
+            held[name] = filled * H * acc
         held["statistics"] = 8 * 16 * sizes.N
     return _plan(sizes, TILES, R, T, held, buffers)
 
 
 def _torch_tile(sizes: Sizes, C: int, T: int) -> dict[str, Buffer]:
-    """What every tile of the torch backend is computed in: `Logits` of ``C`` tokens."""
+    """Return the buffers in which the torch backend's `Logits` compute every tile."""
     buffers = {"tile of logits": Buffer((T, C), sizes.acc)}
     if sizes.element < sizes.acc:
         buffers["rows of weight"] = Buffer((T, sizes.H), sizes.acc)
-        if sizes.teacher is not None:
-            buffers["rows of the teacher's weight"] = Buffer((T, sizes.teacher), sizes.acc)
+    if sizes.teacher is not None and sizes.teacher_element < sizes.acc:
+        buffers["rows of the teacher's weight"] = Buffer((T, sizes.teacher), sizes.acc)
     return buffers
 
 

@@ -175,13 +175,13 @@ class Divergence(NamedTuple):
 
     teacher_hidden: Tensor  # (N, H of the teacher)
     teacher_weight: Tensor  # (V, H of the teacher)
-    teacher_bias: Tensor | None = None  # (V,)
-    teacher_softcap: float | None = None
-    teacher_logit_scale: float = 1.0
-    kind: str = FORWARD  # one of KINDS
-    beta: float = 0.5  # of "jsd", in (0, 1)
-    temperature: float = 1.0
-    ce_weight: float = 0.0  # of the student's cross-entropy at temperature 1, beside the divergence
+    teacher_bias: Tensor | None  # (V,)
+    teacher_softcap: float | None
+    teacher_logit_scale: float
+    kind: str  # one of KINDS
+    beta: float  # of "jsd", in (0, 1)
+    temperature: float
+    ce_weight: float  # of the student's cross-entropy at temperature 1, beside the divergence
 
     def replace(self, **changes: Any) -> Divergence:
         """The record with other values in some fields."""
@@ -198,7 +198,7 @@ class Divergence(NamedTuple):
         found["divergence"] = found.pop("kind")
         for name in ("teacher_hidden", "teacher_bias"):
             found[f"{name}.dtype"] = None if given[name] is None else str(given[name].dtype)[6:]
-        return found | {"H of the teacher": self.teacher_size()}
+        return found | {"H of the teacher": self.teacher_weight.shape[1]}
 
     def student(self, problem: Problem) -> Projection:
         """The student's projection; its logits are divided by the temperature."""
@@ -219,9 +219,9 @@ class Divergence(NamedTuple):
         t = self.temperature
         return Projection(weight, bias, scale / t, None if softcap is None else softcap / t)
 
-    def teacher_size(self) -> int:
-        """The teacher's H."""
-        return self.teacher_weight.shape[1]
+    def teacher_sizes(self) -> tuple[int, int]:
+        """The teacher's H, and bytes of an element of its weight."""
+        return self.teacher_weight.shape[1], self.teacher_weight.element_size()
 
     def is_uneven(self) -> bool:
         """Whether "jsd" mixes in very little of one of the distributions."""

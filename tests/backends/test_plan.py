@@ -87,11 +87,20 @@ def test_rows_take_bytes_in_proportion_to_their_width_and_dtype(n, H, triton, fp
 def test_a_teachers_hidden_states_are_held_beside_a_chunk():
     call = Sizes(100, 100, 5000, 64, element=4, logit=4, triton=True)
     given, taught = (
-        plan.choose_plan(call.with_teacher(None)),
-        plan.choose_plan(call.with_teacher(48)),
+        plan.choose_plan(call),
+        plan.choose_plan(call.with_teacher(48, 4)),
     )
     assert "hidden states of the teacher" not in given.held
     assert taught.held["hidden states of the teacher"] == taught.tokens * 48 * 4
+
+
+@pytest.mark.parametrize(("student", "teacher"), [(4, 4), (4, 2), (2, 4), (2, 2)])
+def test_rows_of_a_head_are_widened_where_they_have_two_bytes(student, teacher):
+    call = Sizes(100, 100, 5000, 64, student, 4, on_cpu=True, triton=False)
+    way = plan.choose_plan(call.with_teacher(48, teacher))
+    for name, H, element in (("weight", 64, student), ("the teacher's weight", 48, teacher)):
+        found = way.held.get(f"rows of {name}", 0)
+        assert found == (way.classes * H * 4 if element == 2 else 0)
 
 
 @pytest.mark.parametrize("vocabulary", [512, 2048, 8192, 50257, 256000])
@@ -190,16 +199,17 @@ def test_too_small_a_budget_says_the_least(call):
         plan.choose_plan(call, memory_budget=least - 1)
 
 
-@given(calls, st.none() | st.integers(1, 10_000))
-def test_too_small_a_budget_for_a_divergence_says_the_least(call, teacher_H):
+@given(calls, st.integers(1, 10_000), st.sampled_from([2, 4]))
+def test_too_small_a_budget_for_a_divergence_says_the_least(call, teacher_H, element):
     """Fewer bytes make narrower tiles, with which all budgets above the least fit."""
+    taught = call.with_teacher(teacher_H, element)
     with pytest.raises(ValueError, match=r"memory_budget must be at least \d+ bytes") as said:
-        plan.choose_plan(call.with_teacher(teacher_H), memory_budget=1)
+        plan.choose_plan(taught, memory_budget=1)
     least = int(str(said.value).split("at least ")[1].split()[0])
     for budget in (least, least + 1, least * 9 // 8, least * 3 // 2, 2 * least):
-        assert plan.choose_plan(call.with_teacher(teacher_H), memory_budget=budget).bytes <= budget
+        assert plan.choose_plan(taught, memory_budget=budget).bytes <= budget
     with pytest.raises(ValueError, match=f"at least {least} bytes"):
-        plan.choose_plan(call.with_teacher(teacher_H), memory_budget=least - 1)
+        plan.choose_plan(taught, memory_budget=least - 1)
 
 
 @given(calls, st.integers(1, 50_000), st.integers(24, 34))

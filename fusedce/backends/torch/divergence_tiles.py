@@ -93,7 +93,7 @@ def divergence_and_grads(task: Task) -> Summed:
     hidden, device = problem.hidden, problem.hidden.device
     products = Products.of(hidden)
     acc, gemm = products.acc, products.operands
-    of_both = call.with_teacher(divergence.teacher_size())
+    of_both = call.with_teacher(*divergence.teacher_sizes())
     plan = choose_plan(
         of_both, chunk_tokens=problem.chunk_tokens, memory_budget=problem.memory_budget
     )

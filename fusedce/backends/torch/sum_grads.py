@@ -74,7 +74,7 @@ def loss(problem: Problem) -> tuple[Tensor, Tensor]:
     """``loss_sum ()`` and ``n_valid ()`` int64; holds one tile of logits."""
     rows, n, n_valid = used_rows(problem)
     call = _Call(problem, Logits(Projection.of(problem)))
-    if problem.memory_budget is None:  # a tile of fixed size
+    if problem.memory_budget is None:
         C, classes = evaluation_tile(n, on_cpu=on_cpu(problem.hidden))
         if call.logits.products.operands != problem.hidden.dtype:
             classes = min(classes, max(_WIDENED // problem.hidden.shape[1], 1))

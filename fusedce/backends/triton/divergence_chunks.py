@@ -44,7 +44,7 @@ def divergence_and_grads(problem: Problem, divergence: Divergence, wanted: Outpu
         n, outer, factor = rows_and_factor(problem, packed)
         plan = choose_plan(
             sizes_of(problem, wanted, n, dtypes, triton=True).with_teacher(
-                divergence.teacher_size()
+                *divergence.teacher_sizes()
             ),
             chunk_tokens=problem.chunk_tokens,
             memory_budget=problem.memory_budget,
