@@ -57,12 +57,12 @@ def in_eager_mode(problem: Problem) -> bool:
     Then the functions behind them are called directly. The dispatcher takes longer than they do: it
     fills in defaults in a time that is quadratic in the number of arguments.
     """
-    hidden, weight, labels, bias, token_weight, *_ = problem
+    given = problem.hidden, problem.weight, problem.labels, problem.bias, problem.token_weight
     return (
         not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._get_tracing_state() is None
-        and {type(hidden), type(weight), type(labels), type(bias), type(token_weight)} <= _PLAIN
+        and _PLAIN.issuperset(map(type, given))
     )
 
 

@@ -118,8 +118,7 @@ class _Stats(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         check_upstream(*upstream)
-        hidden, weight, _, bias, *_ = input_grads(ctx, upstream, None)
-        return hidden, weight, bias, None
+        return *input_grads(ctx, upstream, None), None
 
 
 def compute_stats(task: Task, kept: Tensor | None = None) -> Found:
@@ -233,30 +232,28 @@ _SAVED = object()
 
 
 def input_grads(ctx: Any, upstream: tuple[Tensor | None, ...], operator: Any) -> tuple[Any, ...]:
-    """Gradients for the arguments of ``stats``; by ``operator``, or directly if it is ``None``."""
-    nothing: list[Any] = [None] * len(ctx.options)
-    saved, wanted = iter(ctx.saved_tensors), ctx.wanted
+    """Gradients of hidden, weight and bias; by ``operator``, or directly if it is ``None``."""
+    saved, wanted = iter(ctx.saved_tensors), ctx.wanted.gradients()
     (task,) = Task.of([next(saved) if x is _SAVED else x for x in ctx.options])
     values = SavedStats(*(next(saved) for _ in SavedStats._fields))
     kept = next(saved, None)
     grads = Found(*upstream).part(StatGrads)
     if all(u is None for u in grads) or not any(wanted):
-        return tuple(nothing)
-    hidden, weight, bias = wanted.gradients()
+        return None, None, None
+    hidden, weight, bias = wanted
     task = task.replace(wanted=task.wanted.replace(hidden=hidden, weight=weight, bias=bias))
     if operator is None:
         made = compute_grads(task, values, grads, kept)
     else:
         made = operator(*task.flat(*values, *grads))
-    for name, grad in zip(("hidden", "weight", "bias"), made, strict=True):
-        if getattr(wanted, name):
-            nothing[Problem._fields.index(name)] = grad
-    return tuple(nothing)
+    return tuple(x if wants else None for x, wants in zip(made, wanted, strict=True))
 
 
 def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     check_upstream(*upstream)
-    return input_grads(ctx, upstream, OPERATORS.grads)
+    hidden, weight, bias = input_grads(ctx, upstream, OPERATORS.grads)
+    of_problem = dict.fromkeys(Problem._fields) | {"hidden": hidden, "weight": weight, "bias": bias}
+    return *of_problem.values(), *[None] * (len(ctx.options) - len(of_problem))
 
 
 _stats.register_autograd(_backward, setup_context=setup_context)

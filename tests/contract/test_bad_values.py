@@ -23,10 +23,23 @@ def shifted(*args, **kwargs):
 
 
 shifted.__signature__ = inspect.signature(fusedce.linear_cross_entropy)
+
+
+def module(*, hidden, weight, labels, bias=None, token_weight=None, **options):
+    """``FusedLinearCrossEntropyLoss`` made and called."""
+    loss = fusedce.FusedLinearCrossEntropyLoss(**options)
+    return loss(weight, hidden, labels, bias, token_weight=token_weight)
+
+
+module.__signature__ = inspect.Signature(
+    x
+    for x in inspect.signature(fusedce.fused_cross_entropy).parameters.values()
+    if x.name not in ("process_group", "tokens_sharded", "vocab_size")
+)
 FUNCTIONS = (
     fusedce.fused_ce, fusedce.fused_cross_entropy, fusedce.fused_logprobs, fusedce.fused_argmax,
     fusedce.fused_topk, fusedce.fused_kl, fusedce.fused_kl_tokens, fusedce.linear_cross_entropy,
-    shifted, sharded.sharded_ce, sharded.sharded_cross_entropy, sharded.sharded_logprobs,
+    shifted, module, sharded.sharded_ce, sharded.sharded_cross_entropy, sharded.sharded_logprobs,
     sharded.sharded_argmax,
 )  # fmt: skip
 NUMBER = {"three", "2.5", "zero", "minus one", "2**70"}
