@@ -45,7 +45,7 @@ test test-slow test-all: $(STAMP)
 
 # Two processes of one thread each. pytest prints the slowest tests, here and in CI. Each test seeds
 # itself (tests/conftest.py), so that a test draws the same in every order.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --durations=20 $(if $(JITTER),--jitter $(JITTER)) \
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal --durations=20 $(if $(JITTER),--jitter $(JITTER)) \
 	$(if $(ORDER),-p randomly --randomly-seed=$(ORDER) --randomly-dont-reset-seed)
 
 quick: CHOSEN ?= -m "not slow"

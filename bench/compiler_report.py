@@ -34,8 +34,9 @@ _FP16_FORWARD = r"divergence_rows fp16 forward \S+ options"
 _FORWARD = rf"{_FP16_FORWARD}|forward \S+ softcap alone|divergence_rows fp16 jsd 0.01 options"
 _ADA = r"stats (fp32 .*mean logit|\S+ terms smoothed)"
 MAY_SPILL = {
-    "sm_80": _FP16_FORWARD, "sm_90": _FORWARD, "sm_100": r"divergence_rows \S+ jsd",
-    "sm_86": _ADA, "sm_89": _ADA, "sm_120": r"stats fp32 .*(tokens|mean logit)",
+    "sm_80": _FP16_FORWARD, "sm_90": _FORWARD,
+    "sm_100": r"divergence_rows \S+ jsd|stats bf16 smoothed|softmax_rows bf16 terms'",
+    "sm_86": _ADA, "sm_89": _ADA, "sm_120": r"stats \S+ .*(tokens|mean logit|terms smoothed)",
 }  # fmt: skip
 # Triton 3.6 brings another ptxas: 16 to 72 bytes a thread.
 MAY_SPILL_3_6 = {
@@ -45,7 +46,7 @@ MAY_SPILL_3_6 = {
 }
 
 
-def compile_all(archs: Sequence[str], match: str) -> list[dict[str, Any]]:
+def compile_all(archs: Sequence[str], match: str, sass: str) -> list[dict[str, Any]]:
     """Return a row for each launch; print its name while it compiles."""
     rows = []
     for arch in archs:
@@ -56,7 +57,8 @@ def compile_all(archs: Sequence[str], match: str) -> list[dict[str, Any]]:
             if re.search(match, name):
                 print(f"{arch} {name}", file=sys.stderr, flush=True)
                 own = {"kernel": name, "arch": arch, "triton": triton.__version__}
-                rows.append(own | compiled.compile_kernel(launch, arch))
+                read = bool(re.search(sass, name))
+                rows.append(own | compiled.compile_kernel(launch, arch, sass=read))
     return rows
 
 
@@ -77,10 +79,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             "matrix": ", ".join(f"{n} {name}" for name, n in row["matrix"].items()),
             "async": row["async"],
             "exp2": row["exp2"],
-            "loads": _widths(row["loads"]),
-            "stores": _widths(row["stores"]),
-            "barriers": row["barriers"],
-            "instructions": row["instructions"],
+            "loads": _widths(row.get("loads", {})),
+            "stores": _widths(row.get("stores", {})),
+            "barriers": row.get("barriers", ""),
+            "instructions": row.get("instructions", ""),
         }
         for row in rows
     ])  # fmt: skip
@@ -114,9 +116,12 @@ def main() -> int:
     parser.add_argument(
         "--faults", action="store_true", help="status 1 for spills, serialised wgmma"
     )
+    parser.add_argument(
+        "--sass", default="", help="read NVIDIA's machine code of names that match; default all"
+    )
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    rows = compile_all(args.arch, args.match)
+    rows = compile_all(args.arch, args.match, args.sass)
     wrong = faults(rows) if args.faults else []
     print(*wrong, sep="\n", file=sys.stderr)
     print(as_json(rows) if args.json else f"triton {triton.__version__}\n\n{table(rows)}")

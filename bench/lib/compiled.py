@@ -1,12 +1,14 @@
 """Compile a kernel for an architecture without a GPU, and read registers and instructions.
 
-Triton compiles for any target; `ptxas` then reports registers and spills, and `nvdisasm` prints the
+Triton compiles for any target; its `ptxas` reports registers and spills, and `nvdisasm` prints the
 machine code. On AMD targets both come from the assembly and its metadata.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import io
 import re
 import subprocess
 import tempfile
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
+from triton import knobs
 from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -31,7 +34,6 @@ class Target(NamedTuple):
 
     gpu: GPUTarget
     shared_limit: int  # bytes a block may use
-    ptxas: str  # name of the architecture there; none for AMD
     row: Architecture  # its blocks
 
 
@@ -39,11 +41,9 @@ def _targets(row: Architecture) -> Iterator[tuple[str, Target]]:
     """Compile targets of a row by name; an AMD row has one for each of its devices."""
     if row.compiler is not None:
         backend, arch, warp = row.compiler
-        own = "a" if isinstance(arch, int) and arch >= 90 else ""  # its own instructions, too
-        ptxas = f"sm_{arch}{own}" if backend == "cuda" else ""
         for name in row.generations if backend == "hip" else (row.name,):
             gpu = GPUTarget(backend, name if backend == "hip" else arch, warp)
-            yield name, Target(gpu, row.shared_limit, ptxas, row)
+            yield name, Target(gpu, row.shared_limit, row)
 
 
 TARGETS = {name: target for row in ARCHITECTURES for name, target in _targets(row)}
@@ -54,7 +54,7 @@ _BITS = {"": 4, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}  # byt
 
 def available(target: str) -> bool:
     """Whether this Triton has a compiler, and for AMD a linker, for the architecture."""
-    name = "nvidia" if TARGETS[target].ptxas else "amd"
+    name = "nvidia" if TARGETS[target].gpu.backend == "cuda" else "amd"
     if name not in backends:
         return False
     # Older ones look for ROCm's linker in the system; newer ones bring theirs.
@@ -67,8 +67,11 @@ def available(target: str) -> bool:
         return False
 
 
-def compile_kernel(launch: Launch, target: str) -> dict[str, Any]:
-    """Compile what is launched; one row of the report, whose keys stand at the end."""
+def compile_kernel(launch: Launch, target: str, *, sass: bool = True) -> dict[str, Any]:
+    """Compile what is launched; one row of the report, whose keys stand at the end.
+
+    Without ``sass`` NVIDIA's machine code is not read, which takes half of the time.
+    """
     kernel, constants = launch.kernel, dict(launch.constants)
     options = {k: constants.pop(k) for k in ("num_warps", "num_stages") if k in constants}
     options["enable_fp_fusion"] = True  # as in every launch
@@ -79,11 +82,14 @@ def compile_kernel(launch: Launch, target: str) -> dict[str, Any]:
         constexprs={(place(k),): v for k, v in constants.items()},
         attrs={(place(k),): [["tt.divisibility", 16]] for k in launch.aligned},
     )
-    gpu, limit, ptxas, _ = TARGETS[target]
-    compiled = triton.compile(source, target=gpu, options=options)
-    if ptxas:
+    gpu, limit, _ = TARGETS[target]
+    said = io.StringIO()  # what ptxas says, which it does not of a kernel from the cache
+    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(said):
+        knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(source, target=gpu, options=options)
+    if gpu.backend == "cuda":
         asm = compiled.asm["ptx"]
-        found = _nvidia(asm, ptxas)
+        found = _nvidia(said.getvalue(), compiled.asm["cubin"], sass=sass)
     else:
         asm = compiled.asm["amdgcn"]
         found = _amd(asm)
@@ -102,48 +108,22 @@ def compile_kernel(launch: Launch, target: str) -> dict[str, Any]:
 # ---- NVIDIA -----------------------------------------------------------------------------------
 
 
-def _nvidia(ptx: str, arch: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as scratch:
-        file, cubin = Path(scratch) / "kernel.ptx", Path(scratch) / "kernel.cubin"
-        file.write_text(ptx)
-        said = assemble(file, arch, cubin)
-        code = subprocess.run(
-            [str(_BIN / "nvdisasm"), "-c", str(cubin)], capture_output=True, text=True, check=True
-        ).stdout
-    return {
+def _nvidia(said: str, cubin: bytes, *, sass: bool) -> dict[str, Any]:
+    found = {
         "registers": int(re.findall(r"Used (\d+) registers", said)[0]),  # of a thread
         # bytes of a thread, stored and loaded again
         "spill_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
         # of wgmma, which ptxas then serialises: C7510 to C7519
         "warnings": sorted(set(re.findall(r"\b(C75\d\d)\b", said))),
-        **machine_code(code),
     }
-
-
-def assemblers(arch: str) -> list[Path]:
-    """Assemblers to try, in order: Blackwell has its own, which is the newer one."""
-    names = ["ptxas", "ptxas-blackwell"]
-    if arch.startswith("sm_1"):
-        names.reverse()
-    return [_BIN / name for name in names if (_BIN / name).exists()]
-
-
-def assemble(ptx: Path, arch: str, out: Path) -> str:
-    """Write ``out`` and return the assembler's report of registers and spills.
-
-    Raises:
-        RuntimeError: no assembler takes the file; the message holds what the last one said.
-    """
-    why = "Triton came without ptxas"
-    for binary in assemblers(arch):
-        command = [str(binary), "-v", f"--gpu-name={arch}", str(ptx), "-o", str(out)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode == 0:
-            return done.stderr + done.stdout
-        why = f"{' '.join(command)} failed:\n{(done.stderr + done.stdout)[-2000:]}"
-        if "Unsupported .version" not in why and "is not defined for option" not in why:
-            break  # another one would say the same
-    raise RuntimeError(why)
+    if not sass:
+        return found
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        read = [str(_BIN / "nvdisasm"), "-c", file.name]
+        code = subprocess.run(read, capture_output=True, text=True, check=True).stdout
+    return found | machine_code(code)
 
 
 def machine_code(sass: str) -> dict[str, Any]:
