@@ -109,10 +109,11 @@ def compile_kernel(launch: Launch, target: str, *, sass: bool = True) -> dict[st
 
 
 def _nvidia(said: str, cubin: bytes, *, sass: bool) -> dict[str, Any]:
+    used = re.findall(r"Used (\d+) registers", said)  # (Triton 3.4 does not tell what ptxas says)
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
     found = {
-        "registers": int(re.findall(r"Used (\d+) registers", said)[0]),  # of a thread
-        # bytes of a thread, stored and loaded again
-        "spill_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
+        "registers": int(used[0]) if used else None,  # of a thread
+        "spill_bytes": spills if used else None,  # of a thread, stored and loaded again
         # of wgmma, which ptxas then serialises: C7510 to C7519
         "warnings": sorted(set(re.findall(r"\b(C75\d\d)\b", said))),
     }
