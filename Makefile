@@ -9,8 +9,8 @@ EXTRAS := .[cli,testing,transformers]
 
 help:
 	@echo "make demo   train a small model three ways, compare, write out/ (set-up, then 2 minutes)"
-	@echo "make test   tests that find nearly every defect, in five minutes on two cores (once set up)"
-	@echo "make test-slow  the other tests: a quarter of an hour"
+	@echo "make test   tests that find nearly every defect, in twelve minutes on two cores (once set up)"
+	@echo "make test-slow  the other tests: half an hour"
 	@echo "make test-all  every test: test and test-slow"
 	@echo "make quick  make test without the compiled kernels"
 	@echo "make compiled  all tests of what Triton compiles for sm_80 and sm_90, without a GPU"
