@@ -36,7 +36,8 @@ _ADA = r"stats (fp32 .*mean logit|\S+ terms smoothed)"
 MAY_SPILL = {
     "sm_80": _FP16_FORWARD, "sm_90": _FORWARD,
     "sm_100": r"divergence_rows \S+ jsd|stats bf16 smoothed|softmax_rows bf16 terms'",
-    "sm_86": _ADA, "sm_89": _ADA, "sm_120": r"stats \S+ .*(tokens|mean logit|terms smoothed)",
+    "sm_86": _ADA, "sm_89": _ADA,
+    "sm_120": r"stats fp32 .*(tokens|mean logit)|stats bf16 (bias\S+ terms smoothed|.*tokens|.*mean)",
 }  # fmt: skip
 # Triton 3.6 brings another ptxas: 16 to 72 bytes a thread.
 MAY_SPILL_3_6 = {

@@ -45,7 +45,6 @@ def errs_like(
     *,
     times: float = 2.0,
     roundings: float = 8.0,
-    size: float | None = None,
 ) -> None:
     """Assert that each tensor errs at most ``times`` as much as eager code, both from ``exact``.
 
@@ -54,7 +53,6 @@ def errs_like(
     kernel makes eight: the logit, its product with log2(e), the difference from a reference, the
     power, the sum, its logarithm, back to nats, and the difference from the label's logit. All of
     them are float32's, also where the result has two bytes: it is rounded once, by half of eps.
-    ``size``: of what is rounded, where a sum of terms of both signs is smaller than they are.
     """
     if isinstance(got, Tensor):
         got, eager, exact = [got], [eager], [exact]
@@ -64,7 +62,7 @@ def errs_like(
         error, of_eager = float((x - e).norm()), float((y - e).norm())
         eps = torch.finfo(got[at].dtype).eps
         floor = roundings * eps if got[at].itemsize > 2 else eps / 2
-        bound = times * of_eager + floor * (float(e.norm()) if size is None else size)
+        bound = times * of_eager + floor * float(e.norm())
         assert error <= bound, (
             f"tensor {at}: error {error:.2e} exceeds {bound:.2e} (eager makes {of_eager:.2e}, "
             f"norm {float(e.norm()):.2e})"
