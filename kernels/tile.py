@@ -208,7 +208,15 @@ def token_loss(top, others, z_label):
     """
     z_label = z_label.to(tl.float64)
     gap = top.to(tl.float64) / LOG2E + tl.log(others.to(tl.float64)) - z_label
-    loss = tl.log(1.0 + tl.exp(-tl.abs(gap)))
+    loss = log1p(tl.exp(-tl.abs(gap)))
     loss = tl.where(gap > 0, gap + loss, loss)
     unbounded = tl.maximum(z_label, others.to(tl.float64)) == float("inf")
     return tl.where(unbounded, float("nan"), loss)  # inf - inf
+
+
+@triton.jit
+def log1p(x):
+    """``log(1 + x)`` for fp64 ``x >= 0``, exact for small ones (Kahan): the rounding of ``1 + x``
+    cancels. libdevice's log1p is missing in the interpreter and on HIP."""
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))

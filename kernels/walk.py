@@ -34,6 +34,7 @@ from .tile import (
     exp,
     finite_max,
     label_logits,
+    log1p,
     logits_slope,
     logits_tile,
     others_of_tile,
@@ -398,11 +399,3 @@ def merge(m, others, moment, m_i, others_i, moment_i, HAS_MOMENT: tl.constexpr):
     else:
         others = others * a + others_i * b
     return m_new, others, moment
-
-
-@triton.jit
-def log1p(x):
-    """``log(1 + x)`` for fp64 ``x >= 0``, exact for small ones (Kahan): the rounding of ``1 + x``
-    cancels. libdevice's log1p is missing in the interpreter and on HIP."""
-    u = 1.0 + x
-    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))

@@ -3,6 +3,7 @@
 Logits are entries of the weight, since the hidden states are unit vectors: no product rounds them.
 """
 
+import math
 from functools import partial
 
 import pytest
@@ -102,6 +103,19 @@ def test_cross_entropy(shape, backend):
         return fused_cross_entropy(hidden, weight, labels, reduction="none", backend=backend)
 
     check(ours, eager, confident(shape, SIZES, 0))
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("gap", [20.0, 30.0, 36.5, 60.0])
+def test_the_sum_of_tiny_losses_has_its_digits(gap, backend, train):
+    """Of exp(-gap) a class: float32 rounds the exponent, and 1 + x must not round x away."""
+    weight = torch.eye(V, 16) * gap
+    hidden = torch.eye(1, 16).repeat(4, 1).requires_grad_(train)
+    found = fused_ce(hidden, weight, torch.zeros(4, dtype=torch.int64), backend=backend)
+    exact = 4 * math.log1p((V - 1) * math.exp(-gap))
+    eps = torch.finfo(torch.float32).eps
+    assert found.loss_sum.item() == pytest.approx(exact, rel=gap * eps, abs=0)
 
 
 def test_a_label_far_above_a_reference_keeps_its_log_sum_exp():
