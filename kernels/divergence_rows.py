@@ -18,7 +18,7 @@ bias, whose gradient is a sum of these. The products take 8 H FLOPs per class.
 import triton
 import triton.language as tl
 
-from .tile import LOG2E, finish_logits, logits_slope
+from .tile import LOG2E, finish_logits, logits_slope, softplus
 
 FORWARD: tl.constexpr = tl.constexpr(0)
 REVERSE: tl.constexpr = tl.constexpr(1)
@@ -73,7 +73,7 @@ def low_part(x):
 def label_loss(top, total, own):
     """``log(1 + exp(excess))`` and the excess: the others' log-sum-exp over the label's logit."""
     excess = tl.log(total) + top.to(tl.float64) - own
-    return tl.log(1.0 + tl.exp(-tl.abs(excess))) + tl.maximum(excess, 0.0), excess
+    return softplus(excess), excess
 
 
 @triton.jit

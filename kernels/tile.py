@@ -208,10 +208,14 @@ def token_loss(top, others, z_label):
     """
     z_label = z_label.to(tl.float64)
     gap = top.to(tl.float64) / LOG2E + tl.log(others.to(tl.float64)) - z_label
-    loss = log1p(tl.exp(-tl.abs(gap)))
-    loss = tl.where(gap > 0, gap + loss, loss)
     unbounded = tl.maximum(z_label, others.to(tl.float64)) == float("inf")
-    return tl.where(unbounded, float("nan"), loss)  # inf - inf
+    return tl.where(unbounded, float("nan"), softplus(gap))  # inf - inf
+
+
+@triton.jit
+def softplus(gap):
+    """``log(1 + exp(gap))`` of fp64."""
+    return log1p(tl.exp(-tl.abs(gap))) + tl.maximum(gap, 0.0)
 
 
 @triton.jit

@@ -10,7 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fusedce import fused_ce, fused_cross_entropy, fused_kl_tokens, reference_ce, reference_kl
+from fusedce import (
+    fused_ce,
+    fused_cross_entropy,
+    fused_kl,
+    fused_kl_tokens,
+    reference_ce,
+    reference_kl,
+)
 from fusedce.contract.problem import KINDS
 
 SIZES = torch.tensor([100.0, 1e3, 1e4, 1e6, 1e8]).repeat(4)  # of the tokens
@@ -112,10 +119,15 @@ def test_the_sum_of_tiny_losses_has_its_digits(gap, backend, train):
     """Of exp(-gap) a class: float32 rounds the exponent, and 1 + x must not round x away."""
     weight = torch.eye(V, 16) * gap
     hidden = torch.eye(1, 16).repeat(4, 1).requires_grad_(train)
-    found = fused_ce(hidden, weight, torch.zeros(4, dtype=torch.int64), backend=backend)
+    labels = torch.zeros(4, dtype=torch.int64)
+    found = fused_ce(hidden, weight, labels, backend=backend)
+    beside = fused_kl(
+        hidden, weight, hidden.detach(), weight, labels, ce_weight=0.5, backend=backend
+    )  # a divergence of 0
     exact = 4 * math.log1p((V - 1) * math.exp(-gap))
-    eps = torch.finfo(torch.float32).eps
-    assert found.loss_sum.item() == pytest.approx(exact, rel=gap * eps, abs=0)
+    for loss_sum in (found.loss_sum, 2 * beside.loss_sum):
+        eps = torch.finfo(torch.float32).eps
+        assert loss_sum.item() == pytest.approx(exact, rel=gap * eps, abs=0)
 
 
 def test_a_label_far_above_a_reference_keeps_its_log_sum_exp():
