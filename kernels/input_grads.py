@@ -106,7 +106,7 @@ def hidden_grad_kernel(
     g = tl.load(products + offs_h, mask=mask_h, other=0.0) * (1.0 / GRAD_SCALE)
     if row_factors is not None:
         g *= tl.load(row_factors + c)
-    column = tl.load(columns + c).to(tl.uint32)  # negative ones are large
+    column = tl.load(columns + c).to(tl.uint32)  # one comparison for both ends
     known = column < V  # the entry of a bad label is NaN
     at = weight + tl.where(known, column, 0).to(tl.int64) * stride_wv + offs_h
     w = tl.where(known, tl.load(at, mask=mask_h, other=0.0).to(tl.float32), 0.0)

@@ -249,6 +249,7 @@ def softmax_rows_kernel(
             # than `scale`.
             size = tl.abs(a) + tl.abs(b)
             # A power of two: the products' other operand takes it in without being rounded again.
+            # By its bits: log2 is approximate, and its floor would be one off near a power of two.
             exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
             size = tl.where(exponent == 0, 1.0, exponent.to(tl.float32, bitcast=True))
             to_p *= of_p / size
@@ -257,7 +258,7 @@ def softmax_rows_kernel(
             factor *= of_p
         tl.store(lse + c, log_sum.to(tl.float32))
 
-    # Phase 3: the row's results, and the label's entry.
+    # Phase 3: the row's results. (The label's entry is apart: it may cancel what is stored.)
     if row_factors is not None:
         tl.store(row_factors + c, factor)
     tl.store(losses + c, token_loss(top, others, z).to(tl.float32))
@@ -283,7 +284,6 @@ def softmax_rows_kernel(
         g *= tl.exp2(of_block - reference)
         if STORE_PROBS:
             g *= to_p
-        g = tl.where(offs == label, 0.0, g)
         tl.store(exps + offs, g.to(exps.dtype.element_ty), mask=offs < width)
 
     # Phase 5: the hidden state times the factor, for the product of the head's gradient.

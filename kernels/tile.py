@@ -179,6 +179,7 @@ def finite_max(m):
 @triton.jit
 def exp(z, reference):
     """``exp(z) / 2 ** reference``: one fused multiply-add and the hardware's exp2."""
+    # By name: where a compiler chose to fuse, two kernels might round the same logit differently.
     return tl.exp2(tl.fma(z, tl.full(z.shape, LOG2E, tl.float32), -reference))
 
 
@@ -190,6 +191,8 @@ def block_reference(m, z_label):
     number, so that a change of reference is exact: the label's logit rounded down, the same for all
     blocks of a row; if that is NaN or -inf, or more than 30 below, the maximum rounded up.
     """
+    # Up, so that no exponential exceeds 1. 2^30 leaves room in float32 for a token's weight of 1e20
+    # beside it, and for one of 1e-20 (at 2^60 that lost 3% of a row).
     own = finite_max(m) * LOG2E
     if z_label is None:
         return own

@@ -141,7 +141,7 @@ def finish_sums(
     ticket = tl.atomic_add(tickets + 1 + block, 1, sem="acq_rel", scope="gpu")
     if ticket != splits - 1:
         return
-    tl.debug_barrier()
+    tl.debug_barrier()  # no thread reads what others have stored before that one has the ticket
     m = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
     for i in range(0, splits):
         at = i * stride_split + offs_n
@@ -157,14 +157,15 @@ def finish_sums(
     z = tl.load(z_label + offs_n, mask=mask_n, other=0.0, cache_modifier=".cg")
     loss = token_loss(m_safe, s, z)
     if lse is not None:
-        # Beside +inf, or -inf alone, a loss is NaN but its log-sum-exp is not.
+        # The loss is the log-sum-exp less the label's logit. Beside +inf, or -inf alone, it is NaN,
+        # and of a sum and a logit the larger one is read only for which of inf, -inf and NaN it is.
         infinite = tl.maximum(s, z, propagate_nan=tl.PropagateNan.ALL)
         infinite = tl.where(s == 0.0, z, infinite)
         total = tl.where(loss == loss, (z + loss).to(tl.float32), infinite)
         tl.store(lse + row, total, mask=mask_n)
     tl.store(block_losses + block, tl.sum(tl.where(mask_n, loss, 0.0), axis=0))
 
-    # Phase 3: the last row block to arrive adds up the losses.
+    # Phase 3, of the last row block to arrive.
     tl.debug_barrier()
     ticket = tl.atomic_add(tickets, 1, sem="acq_rel", scope="gpu")
     if ticket != tl.cdiv(n, BLOCK_N) - 1:

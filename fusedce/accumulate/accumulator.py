@@ -197,6 +197,8 @@ class LossAccumulator:
         sums[1 :: len(SUMS)] = map(sum, declared)
         n = 1 + len(declared[0]) if declared else 0
         sent = self._exchange.send(WINDOW, sums, self._equal(), n)
+        # Where `should_step` depends on the tokens, the loop may ask for it at once. Else the first
+        # `scale` reads them, and the forward pass before it hides the exchange.
         if self._on_empty != "zero" or sent.work is None:
             self._decide_step(sent.wait())
         else:
@@ -214,7 +216,7 @@ class LossAccumulator:
                 self._exchange.fail(CLOSE, error)
             return
         try:
-            window.denominators()
+            window.denominators()  # if nothing was scaled: the opening's errors come first
             sums, _ = self._end(CLOSE, window)
         finally:
             self._close()
@@ -345,6 +347,7 @@ class LossAccumulator:
                 "finish(parameters) needs the parameters to divide, e.g. model.parameters(); "
                 "LossAccumulator(model) knows them, and watches them too"
             )
+        # (An empty one raises in `_end`, where the other ranks hear of it.)
         window = self._window or self._streaming()
         if window.declared is not None:
             raise RuntimeError(
@@ -409,7 +412,7 @@ class LossAccumulator:
         return window
 
     def _close(self) -> None:
-        """Forget the open window."""
+        """Forget the open window, and let optimizers step."""
         if self._window is not None:
             self._window.is_open = False
         self._window = None
@@ -444,7 +447,7 @@ class LossAccumulator:
             "grad_reduction": self._grad_reduction,
             "on_empty": self._on_empty,
             "backward_divisor": self._engine.divisor(),
-            "losses": str(self._weights),
+            "losses": str(self._weights),  # (the message about a difference counts equal values)
         }
 
     def _decide_step(self, sums: list[float]) -> None:

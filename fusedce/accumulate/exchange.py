@@ -28,7 +28,9 @@ from ..contract.results import MONITORS
 WINDOW, FINISH = "open a window", "finish a window"
 CLOSE, METER = "leave a window", "compute a LossMeter"
 SUMS = ("loss_sum", "n_valid", *(x for name in MONITORS for x in (name, f"{name} of")))
-MOST_LOSSES = 8  # of a step; a row has room for the sums of so many
+# Of a step. A row has room for the sums of so many, since ranks that name different losses must
+# meet in one all-gather to hear of it.
+MOST_LOSSES = 8
 _NUMBERS = MOST_LOSSES * len(SUMS)
 LENGTH = agreement.TEXT + _NUMBERS + 1
 GRACE = timedelta(seconds=1)  # time for other ranks to report errors before one is raised
@@ -72,7 +74,10 @@ class Pending(NamedTuple):
         return [sum(of_ranks) for of_ranks in zip(*floats, strict=True)]
 
     def read_rows(self) -> list[RankReport]:
-        """The rows of all ranks, if they arrive on a CPU within :data:`GRACE`; else none."""
+        """The rows of all ranks, if they arrive on a CPU within :data:`GRACE`; else none.
+
+        On a GPU ``wait`` only orders streams, and reading the table would block without a limit.
+        """
         if self.work is not None and self.table.device.type == "cpu":
             with contextlib.suppress(RuntimeError):  # the others are elsewhere, or gone
                 if self.work.wait(GRACE):
@@ -103,7 +108,7 @@ class Exchange:
         settings: Mapping[str, object],  # must be equal on all ranks
         micro: int = 0,  # declared micro-batches plus one; 0 on ranks without losses
     ) -> Pending:
-        """Start one all-gather."""
+        """Send a row to all ranks; none waits until the host reads what came."""
         self.has_failed = False
         group = self.ranks.group()
         at = _CPU if group is None else agreement.device_for(group, _CPU)

@@ -138,6 +138,7 @@ class Window:
             return
         backward, scaler = current_backward(), self._engine.grad_scaler
         if scaler is not None and self._loss_scale is None:
+            # Now, since `update` may come inside the block; by a tensor, since `get_scale` waits.
             self._loss_scale = scaler.scale(torch.ones_like(upstream_grad))
         if self.declared is None:
             self._watch.begin()
@@ -159,7 +160,7 @@ class Window:
         return not self._watch.watches or any(map(backward_reaches, self._watch.parameters()))
 
     def _count(self, backward: int) -> None:
-        """Count the losses of a backward that has ended."""
+        """Count the losses of a backward: when it has ended, since it may raise in the middle."""
         ended = [record for of, record in self._running if of == backward]
         self._running = [x for x in self._running if x[0] != backward]
         if self.declared is None:
@@ -216,7 +217,7 @@ class Window:
     def _check_counts(self, i: int, of: str, counts: Sequence[int]) -> None:
         """Raise unless the losses have the tokens that were declared."""
         declared = counts if self.declared is None else self.declared[i]
-        for at, (said, n) in enumerate(zip(declared, counts, strict=False)):
+        for at, (said, n) in enumerate(zip(declared, counts, strict=True)):
             if said != n:
                 raise RuntimeError(
                     f"window: micro-batch {at}{of} was declared with {said} valid tokens, its loss "
@@ -226,19 +227,21 @@ class Window:
                 )
 
     def _check_factors(self) -> None:
-        """Raise unless each gradient came times the engine's factor, and the same loss scale."""
+        """Raise unless each gradient came times the engine's factor, and the loss scale."""
         with_gradient = [(m, g) for m in self.done if (g := m.upstream_grad) is not None]
         values = read(g.double() for _, g in with_gradient)
         scale = 1.0 if self._loss_scale is None else float(self._loss_scale)
-        of_all: set[tuple[int, float]] | None = None  # the engine's factor, and the loss scale
+        of_all: set[int] | None = None  # numbers of the engine's factors
         for x, (record, _) in zip(values, with_gradient, strict=True):
             factors = [x / f for f in record.expected_factors]
-            if any(map(math.isnan, factors)):
+            if any(map(math.isnan, factors)):  # as the gradients are: a GradScaler skips the step
                 continue
-            found = {(i, s) for s in (scale, 1.0) for i, f in enumerate(factors) if _near(f, s)}
+            found = {i for i, f in enumerate(factors) if _near(f, scale)}
             of_all = found if of_all is None else of_all & found
             if not of_all:
                 odd = ", other losses of this window by another" if found else ""
+                if scale != 1:
+                    odd += f", and the GradScaler of grad_scaler= multiplies by {scale:g}"
                 raise RuntimeError(
                     f"the loss was multiplied by {factors[0]:g} after scale(){odd}: the window has "
                     f"divided it by all of its tokens already, so leave other divisions out (by "
@@ -269,7 +272,7 @@ class Ticket(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, leaf: Tensor, window: Window, record: Record) -> Tensor:
         ctx.window, ctx.record = window, record
-        return loss.clone()
+        return loss.clone()  # (an input that is returned would be a view of itself)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -42,6 +42,8 @@ class LazyLinear(torch.autograd.Function):
     ) -> LazyLogits:
         """Compute nothing."""
         ctx.set_materialize_grads(False)
+        # Not `save_for_backward`: its hooks would offload a weight that backward rarely reads,
+        # and `LinearCall.operands` has a check of its own for what was changed meanwhile.
         ctx.call, ctx.given = call, (hidden, weight, bias)
         call.needed = ctx.needs_input_grad[1:]
         shape = (*hidden.shape[:-1], weight.shape[0])
@@ -63,6 +65,7 @@ class LazyLinear(torch.autograd.Function):
         check_not_batched(grad)
         if isinstance(grad, LazyGradient) and (parts := grad.arrived_at(call)):
             return (None, *_sum(parts, call), None)[:4]
+        # Without a graph the call's own operands, which gather what an engine has freed since.
         given = given if torch.is_grad_enabled() else (*call.operands(by_all_ranks=True), None)
         hidden, weight = given[0], whole(given[1])
         with no_autocast(grad.device):
@@ -89,7 +92,7 @@ def check_not_batched(grad: Tensor) -> None:
 
 def _own_rows(grad: Tensor, like: Tensor) -> Tensor:
     """The part of a whole parameter's gradient that is this rank's, as a ``DTensor``."""
-    with torch.enable_grad():
+    with torch.enable_grad():  # the adjoint of `whole`: right for uneven shards and any placement
         leaf = like.detach().requires_grad_()
         return torch.autograd.grad(whole(leaf), leaf, grad)[0]
 
@@ -176,7 +179,7 @@ class LazyGradient(LazyLogits):
         if func is aten.index_add_.default:  # of index_select's node, into new zeros
             sums = cls.__torch_dispatch__(aten.index_add.default, types, args, kwargs)
             if isinstance(sums, LazyGradient):
-                args[0].__dict__.update(sums.__dict__)
+                args[0].__dict__.update(sums.__dict__)  # the node goes on with this very object
                 return args[0]
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         grads = [t for t in tensors if isinstance(t, LazyGradient)]
@@ -188,6 +191,7 @@ class LazyGradient(LazyLogits):
             or func is aten.tanh_backward.default  # which takes the logits, too
             for t in tensors
         ):  # fmt: skip
+            # (New zeros carry nothing: `index_add_` fills them.)
             load = {} if func is aten.new_zeros.default else _added(grads, changes_values(func))
         if load is None:
             return func(*materialized(args, "backward"), **materialized(kwargs, "backward"))

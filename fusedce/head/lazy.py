@@ -58,8 +58,9 @@ _TRUSTED = ("aten", "prim", "prims", NAMESPACE)  # their schemas name all that i
 
 @functools.cache
 def op_schema(func: Any) -> OpSchema:
-    """The :class:`OpSchema` of an operator."""
+    """What an operator writes; one of an unknown library may write all its arguments."""
     arguments, returns = func._schema.arguments, func._schema.returns
+    # `set_` makes its first argument share the memory of the second, which its schema does not say.
     pure = func.namespace in _TRUSTED and func.overloadpacket is not aten.set_
     written = [
         (i, a.name) for i, a in enumerate(arguments)
@@ -94,7 +95,7 @@ class Uncompiled(torch.Tensor):
             with NO_TORCH_FUNCTION():
                 return func(*args, **(kwargs or {}))
         before = caller.set(SUBCLASS)
-        try:
+        try:  # (not NotImplemented: torch would ask it with our types, which it may refuse)
             return others[0].__torch_function__(func, others, args, kwargs or {})
         finally:
             caller.reset(before)
@@ -194,6 +195,10 @@ class LazyLogits(Uncompiled):
 
 @functools.cache
 def _keep_compiler_out() -> None:
+    """Disable the compiler in what a skipped frame calls, where it would go on.
+
+    From the first such frame on: each call takes 1 us more then.
+    """
     for cls in Uncompiled.__subclasses__():
         for name in {"__torch_function__", "__torch_dispatch__"} & cls.__dict__.keys():
             method = torch.compiler.disable(cls.__dict__[name].__func__)

@@ -46,7 +46,7 @@ class FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, fused: CrossEntropy, dtype: torch.dtype) -> Tensor:
-        """Return the loss that ``fused`` has computed, in ``dtype``."""
+        """Return the loss, in the dtype that torch's own would have."""
         ctx.set_materialize_grads(False)
         ctx.logits, ctx.fused, ctx.node = logits, fused, node_number(logits)
         return fused.loss.detach().to(dtype)
@@ -115,7 +115,7 @@ class CrossEntropy:
         if now:
             self.ready = found
             for call in self.expr.steps:
-                call.head.waiting[id(self)] = self
+                call.head.waiting[id(self)] = self  # (a WeakSet is not safe between threads)
         return True
 
     def _is_better_later(self) -> bool:

@@ -333,13 +333,16 @@ def test_the_scale_of_a_grad_scaler_that_was_given(streaming, by_hand, init_scal
 
 
 @WAYS
-def test_a_loss_scale_of_some_micro_batches_alone_is_refused(streaming):
-    scaler, weight = torch.amp.GradScaler("cpu"), new_weight()
-    acc, scales = LossAccumulator([weight], grad_scaler=scaler), iter((True, False))
-    with pytest.raises(RuntimeError, match=r"multiplied by 1 after scale\(\), other losses"):
+@pytest.mark.parametrize("scales", [(True, False), (False, True), (False, False)])
+def test_a_loss_that_a_grad_scaler_was_not_asked_to_scale_is_refused(streaming, scales):
+    """`unscale_` would divide its gradient, too."""
+    scaler, weight, scale = torch.amp.GradScaler("cpu"), new_weight(), iter(scales)
+    acc = LossAccumulator([weight], grad_scaler=scaler)
+    words = r"multiplied by 1 after scale\(\), and the GradScaler of .* multiplies by 65536"
+    with pytest.raises(RuntimeError, match=words):
         scaled(
             acc, streaming, weight,
-            lambda loss: (scaler.scale(loss) if next(scales) else loss).backward(),
+            lambda loss: (scaler.scale(loss) if next(scale) else loss).backward(),
         )  # fmt: skip
 
 

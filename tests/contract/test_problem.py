@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fusedce import FusedLinearCrossEntropyLoss, fused_ce, fused_cross_entropy, linear_cross_entropy
-from fusedce.contract.checks import autocast, checked, flattened, tempered
+from fusedce.contract.checks import autocast, check_problem, checked, flattened, tempered
+from fusedce.contract.objective import slopes, token_losses
 from fusedce.contract.problem import NUMBERS, Divergence, Outputs, Problem, Shard, Task
 from fusedce.loss.reference import reference_ce
 from fusedce.sharded import sharded_ce, sharded_cross_entropy
@@ -93,3 +94,22 @@ def test_every_field_survives_an_operator(divergence, shard):
         assert (record is None) == (same is None)
         if record is not None:
             assert_same(record, same)
+
+
+def test_slopes_are_the_losses_derivatives_and_linear_in_the_log_sum_exp():
+    """Triton's kernels are given two values of them, before they know a log-sum-exp."""
+    problem = flattened(check_problem(own_problem("memory_budget", "chunk_tokens", "backend")))
+    rng = torch.Generator().manual_seed(0)
+
+    def found(lse):
+        return torch.stack([torch.as_tensor(x).expand(6) for x in slopes(problem, y, lse)])
+
+    y = problem.labels
+    inputs = torch.randn(3, 6, dtype=torch.float64, generator=rng).requires_grad_()
+    losses = token_losses(problem, y, *inputs)
+    by_nll, by_lse, by_zmean = torch.autograd.grad(losses.sum(), inputs)[0]
+    expected = torch.stack([by_nll, by_lse, -by_zmean])
+    torch.testing.assert_close(found(inputs[1].detach()), expected)
+    at_0, at_1, at_2 = (found(torch.full((6,), x, dtype=torch.float64)) for x in (0.0, 1.0, 2.0))
+    assert not torch.equal(at_0, at_1)
+    torch.testing.assert_close(at_2 - at_1, at_1 - at_0)

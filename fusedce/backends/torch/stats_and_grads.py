@@ -143,12 +143,14 @@ def token_grads(
         _Block.of(problem, block, lse, upstream, units, classes)
         for block in blocks_of(rows, plan.tokens, len(problem.labels))
     ]
+    if not blocks:
+        return grads.cast_out()
     own = [torch.zeros_like(block.lse) for block in blocks]  # entries of the labels
-    largest = None if units is None or not blocks else units[rows].amax()
+    largest = None if units is None else units[rows].amax()
     sums = None  # (T, H), of a tile's rows of the weight gradient
-    if grads.weight is not None and grads.weight.dtype != acc and blocks:
+    if grads.weight is not None and grads.weight.dtype != acc:
         sums = allocate(plan, "d_weight of a tile", acc, grads.weight.device)
-    for begin, end in tiles(V, classes if blocks else V):
+    for begin, end in tiles(V, classes):
         of_tile = None if grads.weight is None else grads.weight[begin:end]
         d_weight = of_tile if sums is None else sums[: end - begin]
         labels = []  # of this tile: rows of it, and what is added to them
@@ -177,7 +179,7 @@ def token_grads(
                     added.mul_(block.unit[:, None])
                 if isinstance(block.rows, slice):
                     grads.hidden[block.rows] += added[:n]
-                else:
+                else:  # (rows of a block differ, so that no order of adding is left open)
                     grads.hidden.index_add_(0, block.rows, added[:n])
             if d_weight is not None:
                 right = hidden.to(operands)

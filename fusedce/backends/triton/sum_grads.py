@@ -185,6 +185,7 @@ class _Chunks(Head):
             self.y = labels.long().clamp(0, V - 1)
             zero = torch.zeros(n, dtype=torch.float64, device=device)
             self.lse = torch.empty_like(self.losses)
+            # The kernel finds the lse. Slopes are linear in it, so that two values tell them.
             at_0, at_1 = (slopes(problem, self.y, x) for x in (zero, zero + 1))
             by = at_0.nll, at_0.lse, at_1.lse - at_0.lse  # nll, lse, and of the latter by lse
             self.loss_slopes = torch.stack([zero + x for x in by]).float()  # (3, n)
@@ -220,7 +221,7 @@ class _Chunks(Head):
         if grads.bias is not None:
             add_to_bias(grads.bias, g, factors, alpha, self.products)
         if grads.weight is not None:
-            if self.scaled is None:
+            if self.scaled is None:  # float16, whose factors may leave its range
                 scaled, largest = scaled_by(h, factors)
             else:
                 scaled, largest = self.scaled[:C], None
@@ -228,7 +229,7 @@ class _Chunks(Head):
                 grads.weight, g.t(), scaled, alpha, largest, first=first == 0, scratch=self.products
             )
             if (rows := self.frequent) is not None:
-                some = g.index_select(1, rows.classes).t()
+                some = g.index_select(1, rows.classes).t()  # (never float16: no `largest`)
                 add_product(
                     rows.total, some, scaled, alpha, first=first == 0, scratch=self.products
                 )
@@ -457,6 +458,7 @@ class _TiledChunks(_Chunks):
             bias = None if bias is None else padded(bias.index_select(0, rows.classes))
             self._exponentials(h, rows.columns(y), w, lse, factors=inside, bias=bias)
             g = self.exps[:C, : len(w)]
+            # (never float16, so that `inside` has all factors)
             add_product(rows.total, g.t(), h, alpha, first=first == 0, scratch=self.products)
 
     def _statistics(self, h: Tensor, y: Tensor, first: int) -> Tensor:
@@ -472,7 +474,7 @@ class _TiledChunks(_Chunks):
         stats = token_stats(problem, Outputs(lse=True), best, every_row=self.padding is None)
         nll, lse = stats.nll.double(), stats.lse
         head = Projection.of(problem)
-        of_cap = head.slope(lse - nll)  # at the label's logit
+        of_cap = head.slope(lse - nll)  # at the label's logit, which is in no `Stats`
         slope = head.scale if of_cap is None else head.scale * of_cap
         a: Tensor | float = 1.0
         b: Tensor | float = 0.0

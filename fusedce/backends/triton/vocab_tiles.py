@@ -62,7 +62,6 @@ def token_grads(
         dh = None
         if grads.hidden is not None:  # float32, too
             dh = grads.hidden if every_row else torch.empty_like(walk.h, dtype=torch.float32)
-            dh.zero_()
         walk.add_tiles(grads, dh, plan)
         y, at = walk.own_label_grads(upstream)
         if grads.hidden is not None and dh is not None:
@@ -127,7 +126,7 @@ class _Walk(Head):
                 rows = slice(first, min(first + R, n))
                 g = self._gradient(products, stored, rows, begin, end)
                 if dh is not None:
-                    add_product(dh[rows], g, w, scratch=products)
+                    add_product(dh[rows], g, w, first=begin == 0, scratch=products)
                 if d_weight is not None:
                     alpha = 1.0 / self.grad_scale
                     begins = first == 0
