@@ -346,6 +346,15 @@ def test_a_loss_that_a_grad_scaler_was_not_asked_to_scale_is_refused(streaming, 
         )  # fmt: skip
 
 
+@WAYS
+def test_losses_that_an_engine_divides_and_others_are_refused_together(streaming):
+    weight, factors = new_weight(), iter((1.0, 0.5))
+    acc = LossAccumulator([weight], backward_divisor=2)
+    words = r"multiplied by 0.5 after scale\(\), other losses of this window by another"
+    with pytest.raises(RuntimeError, match=words):
+        scaled(acc, streaming, weight, lambda loss: (loss * next(factors)).backward())
+
+
 # ---- costs --------------------------------------------------------------------------------------
 
 
