@@ -121,6 +121,7 @@ _HOPPER = Blocks(128, 256, 64, 8, 3, DESCRIPTOR=True)
 _HOPPER_SMALL = Blocks(128, 128, 64, 8, 4, DESCRIPTOR=True)
 _HOPPER_NARROW = _HOPPER_SMALL._replace(BLOCK_V=64)
 _SMALL = Blocks(64, 64, 64, 4, 2)
+_SMALL_WIDE = _SMALL._replace(num_warps=8)
 _SMALL_FP32 = Blocks(64, 64, 32, 4, 2)
 # Small blocks, so that small test shapes have several, of odd sizes.
 _TINY = Blocks(32, 64, 32, 4, 1, GROUP_N=2, MAX_SPLITS=5)
@@ -200,8 +201,11 @@ ARCHITECTURES = (
     _ADA._replace(name="sm_89", generations=((8, 9),)),
     _ADA._replace(
         name="sm_120",
-        two_bytes=_ADA_TWO._replace(gemm_up_to=EVERY_H),
-        token_warps=8,  # with 4, float32 spills 8 bytes
+        # With 4 warps, statistics of two bytes spill up to 32 bytes, tokens' float32 gradients 8.
+        two_bytes=_ADA_TWO._replace(
+            stats=_SMALL_WIDE, stats_with_options=_SMALL_WIDE, gemm_up_to=EVERY_H
+        ),
+        token_warps=8,
         generations=((12, 0), (12, 1)),
     ),
     Architecture(
