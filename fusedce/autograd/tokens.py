@@ -78,11 +78,12 @@ def losses(task: Task, stats_of: StatsOf | None = None) -> tuple[Tensor, Stats]:
 
 def token_stats(task: Task) -> tuple[Stats, Tensor]:
     """Statistics, and logits ``(N, K)`` of labels ``(N, K)``; all but argmax are differentiable."""
-    wanted, gradients = task.wanted, Outputs.of(task.problem)
-    train = any(gradients)
-    lse = wanted.lse or (train and task.divergence is None)
+    hidden, weight, bias = Outputs.of(task.problem).gradients()
+    train = hidden or weight or bias
+    lse = task.wanted.lse or (train and task.divergence is None)
     # The budget must suffice for the gradients, too.
-    task = task.replace(wanted=Outputs(*gradients[:3], *wanted[3:]).replace(lse=lse))
+    wanted = task.wanted.replace(hidden=hidden, weight=weight, bias=bias, lse=lse)
+    task = task.replace(wanted=wanted)
     problem = task.problem
     if in_eager_mode(problem):
         inputs = problem.hidden, problem.weight, problem.bias
