@@ -114,7 +114,7 @@ def train(size: Size, batches: list[demo.Batch], seed: int, name: str) -> Row:
                 (loss / len(micro)).backward()
                 losses.append(loss.item())
             logged = statistics.fmean(losses)
-            true = statistics.fmean(losses, counts)
+            true = sum(x * n for x, n in zip(losses, counts, strict=True)) / sum(counts)
         norm = nn.utils.get_total_norm(p.grad for p in model.parameters()).item()
         optimizer.step()
         found.append((logged, true, norm))

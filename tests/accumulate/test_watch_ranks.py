@@ -235,8 +235,8 @@ def assert_exact(model):
 on_two_ranks = ranks.together()
 
 
-@FSDP2_MEAN
 @on_two_ranks
+@FSDP2_MEAN
 def test_gradients_held_inside_are_refused_and_dropped(rank):
     """With no communication in a whole window, and where a window is dropped in the middle."""
     wider = MixedPrecisionPolicy(reduce_dtype=torch.float64)  # has a buffer of its own
@@ -265,8 +265,8 @@ def test_gradients_held_inside_are_refused_and_dropped(rank):
         del acc
 
 
-@FSDP2_MEAN
 @on_two_ranks
+@FSDP2_MEAN
 def test_gradients_that_an_accumulator_finds_inside_are_named(rank):
     """A streaming window would rescale them."""
     model = fsdp2()()
@@ -277,8 +277,8 @@ def test_gradients_that_an_accumulator_finds_inside_are_named(rank):
     assert "FSDP2 still holds gradients inside, of micro-batches before this window" in error
 
 
-@FSDP2_MEAN
 @on_two_ranks
+@FSDP2_MEAN
 def test_a_list_of_fsdp2s_parameters_is_right_or_has_nothing_to_divide(rank):
     """The list does not know what FSDP2 holds inside."""
     model = fsdp2()()

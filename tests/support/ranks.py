@@ -53,12 +53,17 @@ def shared(cases, world=2, **options):
 
 
 def together(world=2, **options):
-    """A decorator: the test runs on each rank, and all tests of the decorator in one start."""
+    """A decorator: the test runs on each rank, and all tests of the decorator in one start.
+
+    One that a mark below the decorator skips does not run there either.
+    """
     cases = {}
     found = shared(cases, world, **options)
 
     def decorated(test):
-        cases[test.__name__] = test
+        marks = getattr(test, "pytestmark", ())
+        if not any(mark.name == "skipif" and mark.args[0] for mark in marks):
+            cases[test.__name__] = test
 
         @functools.wraps(test)
         def on_all_ranks():
