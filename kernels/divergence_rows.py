@@ -273,8 +273,6 @@ def divergence_rows_kernel(
     mean = tl.zeros((), tl.float32)
     total = tl.zeros((), tl.float32)
     largest = tl.zeros((), tl.float32)
-    size = tl.full((), 1.0, tl.float32)
-    row_scale = GRAD_SCALE
     if SCALE_ROWS:
         largest += 1.0
     if KIND != FORWARD or grads is None:

@@ -180,7 +180,6 @@ def softmax_rows_kernel(
     stride_slopes,
     scale,  # None for 1
     softcap,  # or None
-    GRAD_SCALE: tl.constexpr,
     STORE_PROBS: tl.constexpr,  # exps become probabilities, and row_factors are powers of two
     BLOCKS: tl.constexpr,  # at least V / BLOCK_V
     BLOCK_V: tl.constexpr,  # entries that share a maximum

@@ -375,13 +375,9 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
 # would be added to the next window. FSDP2 has no public way to see or to drop them.
 
 
-def _has_peers() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _fsdp2_groups(module: torch.nn.Module) -> list[Any]:
     found: list[Any] = []
-    for one in module.modules() if _has_peers() else ():
+    for one in module.modules() if dist.is_available() and dist.is_initialized() else ():
         state: Any = _composable_state._get_module_state(one)
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # before torch 2.12 there was one

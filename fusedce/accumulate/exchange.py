@@ -67,7 +67,6 @@ class Pending(NamedTuple):
                 self.work.wait()
         rows = agreement.read(self.table)
         if (error := explain(rows)) is not None:
-            self.exchange.has_failed = True
             raise mark_shared(error)
         bits = (struct.pack(f"{_NUMBERS}q", *one.numbers[:_NUMBERS]) for one in rows)
         floats = (struct.unpack(f"{_NUMBERS}d", x) for x in bits)
@@ -96,10 +95,6 @@ class Exchange:
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name must be a string, got {type(name).__name__}")
         self.ranks, self.name = ranks, name
-        self.has_failed = False  # whether the last message was an error
-
-    def __reduce__(self) -> Any:
-        return Exchange, (self.ranks, self.name)
 
     def send(
         self,
@@ -109,7 +104,6 @@ class Exchange:
         micro: int = 0,  # declared micro-batches plus one; 0 on ranks without losses
     ) -> Pending:
         """Send a row to all ranks; none waits until the host reads what came."""
-        self.has_failed = False
         group = self.ranks.group()
         at = _CPU if group is None else agreement.device_for(group, _CPU)
         # As bits in int64: one collective carries numbers, settings and words, and every rank adds
@@ -125,7 +119,6 @@ class Exchange:
 
     def fail(self, purpose: str, error: BaseException) -> None:
         """Send ``error`` to the other ranks, which come for ``purpose``; give them time to hear."""
-        self.has_failed = True
         if (group := self.ranks.group()) is None:
             return
         words, device = agreement.error_text(mark_shared(error)), agreement.device_for(group, _CPU)
@@ -153,7 +146,6 @@ class Exchange:
         with self.waiting(purpose):
             own = agreement.own_group(group, error)
         if isinstance(own, Exception):
-            self.has_failed = True
             raise mark_shared(own)
         return None if own is None else Pending(self, purpose, *agreement.send(row, own))
 
@@ -163,7 +155,6 @@ class Exchange:
         try:
             yield
         except RuntimeError as error:
-            self.has_failed = True
             words = agreement.not_all_came(self.ranks.group(), purpose)
             raise mark_shared(RuntimeError(f"{words}. {_ADVICE}")) from error
 

@@ -145,10 +145,8 @@ def compute_stats(task: Task, kept: Tensor | None = None) -> Found:
         to_fill = argmax if wanted.argmax else None
         if not problem.weight.shape[0]:
             found = _without_classes(problem, wanted, to_fill)
-        elif kept is not None:
-            found = backend.token_stats(problem, wanted, to_fill, kept)
         else:
-            found = backend.token_stats(problem, wanted, to_fill)
+            found = backend.token_stats(problem, wanted, to_fill, kept)
         top = cast(Tensor, found.top) if _needs_top(problem, wanted) else z.new_empty(0)
         nll, lse, entropy, zmean, n_valid, *_ = found
         if problem.reduce_over is not None:  # of a part of the classes: merged in float64
@@ -285,8 +283,7 @@ def compute_grads(
                 classes = classes.masked_fill(~valid, -1)
                 problem = class_logits.one_class(problem, values.z)
             upstream = upstream_of(problem, values, upstreams, V=V, classes=classes)
-            more = () if kept is None else (kept,)
-            made = backend.token_grads(problem, wanted, values.lse, upstream, dtypes, *more)
+            made = backend.token_grads(problem, wanted, values.lse, upstream, dtypes, kept)
         d_hidden, d_weight, d_bias = made
         if group is not None and wanted.hidden:
             all_reduce(d_hidden, group)

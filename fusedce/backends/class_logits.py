@@ -47,15 +47,9 @@ def logprobs(z: Tensor, best: Tensor, nll: Tensor, valid: Tensor) -> Tensor:
 class _Finite(torch.autograd.Function):
     """The smallest number in the place of -inf, with a derivative of 1 everywhere."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(z: Tensor) -> Tensor:
+    def forward(ctx: Any, z: Tensor) -> Tensor:
         return z.clamp(min=torch.finfo(z.dtype).min)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Tensor:

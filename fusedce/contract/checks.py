@@ -20,24 +20,16 @@ DTYPES = tuple(ACC_DTYPE)
 _DEFAULTS = {name: Problem._field_defaults[name] for name in NUMBERS}
 
 
-def checked(problem: Problem) -> Problem:
-    """Check, cast and flatten a problem: the form that all layers but the public functions take.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong.
-    """
-    return flattened(check_problem(problem))
-
-
-def check_problem(problem: Problem) -> Problem:
-    """Check a problem, and cast it as autocast asks.
+def check_problem(problem: Problem, *, several: bool = False) -> Problem:
+    """Check a problem, and cast it as autocast asks; with ``several`` a token may have K labels.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
     check_tensor_types(problem)
     problem = autocast(problem)
-    check_tensors(problem)
+    one = several and has_several_labels(problem)
+    check_tensors(problem.replace(labels=problem.labels[..., 0]) if one else problem)
     check_options(problem)
     return problem
 
@@ -51,16 +43,6 @@ def has_several_labels(problem: Problem) -> bool:
         and labels.shape[:-1] == hidden.shape[:-1]
         and labels.shape[-1] > 0
     )
-
-
-def check_tokens(problem: Problem) -> Problem:
-    """:func:`check_problem`, also for several classes of each token."""
-    check_tensor_types(problem)
-    problem = autocast(problem)
-    several = has_several_labels(problem)
-    check_tensors(problem.replace(labels=problem.labels[..., 0]) if several else problem)
-    check_options(problem)
-    return problem
 
 
 def tempered(problem: Problem, temperature: float | Tensor) -> Problem:

@@ -10,9 +10,10 @@ from .checks import (
     check_choice,
     check_device,
     check_number,
+    check_problem,
     check_tensor_types,
     check_width,
-    checked,
+    flattened,
     with_a_row,
 )
 from .problem import (
@@ -70,7 +71,7 @@ def checked_divergence(
                 f"hidden must have the leading shape of the student's, "
                 f"{tuple(problem.hidden.shape[:-1])}, got {tuple(teacher.hidden.shape[:-1])}"
             )
-        teacher = checked(with_a_row(teacher) if shard else teacher)
+        teacher = flattened(check_problem(with_a_row(teacher) if shard else teacher))
     except (TypeError, ValueError) as e:
         named = re.sub(r"\b(hidden|weight|bias|softcap|logit_scale)\b", r"teacher_\1", str(e))
         raise type(e)(named) from None

@@ -87,13 +87,6 @@ class Ranks:
             ) from None
         return group
 
-    def name(self) -> str:
-        """A name that is equal for objects of the same ranks, before and after they meet."""
-        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        if self._given is None or self._given is world:
-            return "world"
-        return "alone" if self._given is ALONE else str(self._given.group_name)
-
     def size(self) -> int:
         """Number of ranks; 1 in a single process."""
         group = self.group()

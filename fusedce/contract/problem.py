@@ -28,7 +28,7 @@ ACC_DTYPE = {
 class Problem(NamedTuple):
     """Inputs and options of a loss.
 
-    Public functions fill it with their arguments; :func:`fusedce.contract.checks.checked` turns
+    Public functions fill it with their arguments; :func:`fusedce.contract.checks.flattened` turns
     these into what every other layer relies on: flattened, cast, in range. Methods stand in for
     properties and ``_replace``, which torch.compile before 2.9 cannot trace.
     """

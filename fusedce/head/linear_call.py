@@ -198,8 +198,6 @@ class Expr:
         occurrences = sum(len(a.steps) for a in inputs)
         self.once: bool = occurrences == len(steps) and all(a.once for a in inputs)
         self.nodes: frozenset[int] = frozenset(nodes).union(*(a.nodes for a in inputs))
-        if call is not None:
-            self.steps = {call: 0}
 
     def materialize(self, operation: str, written: Memory | None = None) -> Tensor:
         """The values, without a graph; ``operation`` needs them.

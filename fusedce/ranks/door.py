@@ -18,7 +18,6 @@ from ..contract.checks import (
     check_sharding,
     check_tensor_types,
     check_tensors,
-    check_tokens,
     flattened,
     has_several_labels,
     is_sharded,
@@ -85,10 +84,8 @@ def prepared(
         return _agree(problem, sharding, function, check, temperature)
     if sharding[1] is not False or sharding[2] is not None:
         refuse_sharding(*sharding[1:])
-    if function in (STATISTICS, TOPK):
-        given = check_tokens(tempered(problem, temperature))
-    else:
-        given = check_problem(problem)
+    by_token = function in (STATISTICS, TOPK)
+    given = check_problem(tempered(problem, temperature) if by_token else problem, several=by_token)
     if check is not None:
         check(given)
     return flattened(given), _WHOLE

@@ -12,7 +12,6 @@ import textwrap
 from typing import Any, NamedTuple
 
 from ..backends.plan import EXP_GEMM_H, TILES, Sizes, choose_plan, device_budget, least_bytes
-from . import pairs, size
 from .model_sizes import UserError, sizes
 
 MiB, GiB = 2**20, 2**30
@@ -113,12 +112,10 @@ def text(found: dict[str, Any]) -> str:
     lines = [
         f"{of['name']}: H={of['H']}, V={of['V']}; {tokens} tokens, {found['dtype']}, "
         f"{found['device']}",
-        *pairs({
-            "one copy of the logits": size(found["logits_bytes"]),
-            "tokens of a chunk of fused_ce": f"{found['chunk_tokens']} of {tokens}",
-            "least memory_budget": size(found["least_budget"]),
-            "recommended memory_budget": size(found["recommended_budget"]),
-        }),
+        f"  one copy of the logits         {size(found['logits_bytes'])}",
+        f"  tokens of a chunk of fused_ce  {found['chunk_tokens']} of {tokens}",
+        f"  least memory_budget            {size(found['least_budget'])}",
+        f"  recommended memory_budget      {size(found['recommended_budget'])}",
         "Work by memory_budget (a step without a limit: 3 products):",
         *(
             f"  {size(step['budget'])}: {step['products']} products of {step['tokens']} tokens"
@@ -131,6 +128,11 @@ def text(found: dict[str, Any]) -> str:
         line = f"  {name}: {size(sums[name])} ({purposes})"
         lines += textwrap.wrap(line, 80, subsequent_indent="    ")
     return "\n".join([*lines, *textwrap.wrap(_verdict(found, sums), 80)])
+
+
+def size(count: int) -> str:
+    """A number of bytes, for a reader."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def _verdict(found: dict[str, Any], sums: dict[str, int]) -> str:

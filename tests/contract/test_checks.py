@@ -7,7 +7,7 @@ import torch
 from support.bad_inputs import BAD, GOOD
 
 from fusedce import fused_ce, fused_cross_entropy, fused_logprobs
-from fusedce.contract.checks import checked
+from fusedce.contract.checks import check_problem, flattened
 from fusedce.contract.problem import Problem
 
 FUNCTIONS = {
@@ -37,7 +37,8 @@ def test_the_layers_below_get_weights_in_float32_or_better(dtype):
     """One kernel for all masks, not one for each dtype of a mask."""
     masks = (torch.tensor([1, 0, 1, 0]), torch.arange(10) % 2)  # of tokens, of classes
     token_weight, class_weight = (x.to(dtype) for x in masks)
-    problem = checked(Problem(**GOOD, token_weight=token_weight, class_weight=class_weight))
+    given = Problem(**GOOD, token_weight=token_weight, class_weight=class_weight)
+    problem = flattened(check_problem(given))
     kept = torch.float64 if dtype == torch.float64 else torch.float32
     for x, mask in zip((problem.token_weight, problem.class_weight), masks, strict=True):
         torch.testing.assert_close(x, mask.to(kept), rtol=0, atol=0)

@@ -102,7 +102,7 @@ def divergence_and_grads(task: Task) -> Summed:
         problem, wanted, dtypes=saved_grad_dtypes(problem), chunks=len(parts),
         wide=plan.name != FEW_CHUNKS,
     )  # fmt: skip
-    compared = _ToTeacher(
+    compared = _Compared(
         problem, divergence, plan, compared_classes(call, plan.tokens, plan.classes), shard,
         train=any(wanted.gradients()),
     )  # fmt: skip
@@ -147,7 +147,7 @@ def log_softmax_(z: Tensor, lse: Tensor) -> Tensor:
 
 
 class _Compared:
-    """The student's logits of one chunk after another, beside another distribution.
+    """The student's logits of one chunk after another, beside the teacher's.
 
     Calls take hidden states ``h (C, H)`` and their positions ``(C,)``. They return the losses
     ``(C,)`` in float64, and to train the gradients ``(V, C)`` by logits over the temperature, which
@@ -167,8 +167,9 @@ class _Compared:
         self.train = train
         self.problem, self.divergence, self.shard = problem, divergence, shard
         self.classes, self.step = plan.classes, step
-        self.student = divergence.student(problem)
+        self.student, self.teacher = divergence.student(problem), divergence.teacher()
         self.logits = Logits(self.student, plan)
+        self.teachers = Logits(self.teacher, plan, "the teacher's weight")
         acc, device = self.student.acc, problem.hidden.device
         self.of_chunk = allocate(plan, "logits of a chunk", acc, device)  # (heads, V, C)
         self.scratch = allocate(plan, "tiles compared", acc, device)
@@ -203,21 +204,11 @@ class _Compared:
         nll, lse = nll_and_lse(others.logsumexp(0), z_labels, (y >= 0) & (y < self.shard.V))
         return nll, lse, z_labels.amax(0)
 
-
-class _ToTeacher(_Compared):
-    """Beside a teacher's logits."""
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.teacher = self.divergence.teacher()
-        self.teacher_hidden = self.divergence.teacher_hidden
-        self.teachers = Logits(self.teacher, self.logits.plan, "the teacher's weight")
-
     def __call__(self, h: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:
         divergence, shard, dtype = self.divergence, self.shard, h.dtype
         of_student, of_teacher = self.of_chunk
         s = self.all(self.logits, h, of_student)
-        t = self.all(self.teachers, self.teacher_hidden[chunk], of_teacher)
+        t = self.all(self.teachers, divergence.teacher_hidden[chunk], of_teacher)
         y = self.problem.labels[chunk].long() - (0 if shard is None else shard.first)
         labels = TileLabels(y, len(s), self.step)
         stats = TileStats(labels, dtype) if divergence.ce_weight else None  # at temperature 1

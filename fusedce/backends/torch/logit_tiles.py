@@ -65,12 +65,6 @@ def tiles(V: int, step: int) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + step, V)
 
 
-def label_entry(y: Tensor, begin: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Rows of labels ``y (K, C)`` in a tile ``(rows, C)``, clamped; and whether they lie in it."""
-    clamped = y.clamp(begin, begin + rows - 1)
-    return clamped - begin, clamped == y
-
-
 class TileLabels:
     """Labels ``y (C,)`` in order, so that each tile knows its own; a bad label is in no tile.
 
@@ -198,10 +192,6 @@ class Sums:
         self.references.append(k)
         self.sums.append(exp_(out).sum(0))
 
-    def fit(self) -> bool:
-        """Whether no sum is too large for its reference; waits for a device."""
-        return not bool((torch.stack(self.sums) > HIGHEST).any())
-
     def lse(self, like: Tensor) -> Tensor:
         """``(C,)`` float64: the log-sum-exp of all tiles; -inf where there is none."""
         if not self.sums:
@@ -242,8 +232,8 @@ class TileStats:
         self._moments: list[tuple[Tensor, Tensor]] | None = [] if entropy else None
 
     def fit(self) -> bool:
-        """Whether the reference fits all tiles; waits for a device."""
-        return self._sums.fit()
+        """Whether no sum is too large for the reference; waits for a device."""
+        return not bool((torch.stack(self._sums.sums) > HIGHEST).any())
 
     def add(self, z: Tensor, begin: int) -> None:
         """Take in a tile ``z (v, C)``; it becomes ``exp(z - k)``, 0 at the labels, in place.
@@ -271,7 +261,9 @@ class TileStats:
 
     def losses(self) -> Tensor:
         """``(C,)`` float64: ``log(1 + exp(L - z_label))``, NaN where no tile held the label."""
-        nll = nll_of(self.others, self.z_label)
+        gap = self.others - self.z_label
+        # Beyond the threshold the result is the gap: exp(-40) is below float64's rounding of 40.
+        nll = torch.nn.functional.softplus(gap, threshold=40)
         return nll.masked_fill_(self.z_label == math.inf, math.nan)  # inf - inf
 
     def lse(self) -> Tensor:
@@ -307,13 +299,6 @@ class TileStats:
     def others(self) -> Tensor:
         """``(C,)`` float64: ``L``: the log-sum-exp of the logits but the label's."""
         return self._sums.lse(self.y)
-
-
-def nll_of(others: Tensor, z_label: Tensor) -> Tensor:
-    """``(C,)`` float64: ``log(1 + exp(others - z_label))``, of float64 and of any float."""
-    gap = others - z_label
-    # Beyond the threshold the result is the gap: exp(-40) is below float64's rounding of 40.
-    return torch.nn.functional.softplus(gap, threshold=40)
 
 
 def take_labels(z: Tensor, y: Tensor) -> Tensor:

@@ -87,9 +87,7 @@ def loss_and_grads(problem: Problem, wanted: Outputs, argmax: Tensor | None) -> 
         padding = torch.arange(n, device=device) >= packed.used if graph else None
         labels = labels[used]
         made = _Chunks if plan.name != TILES else _TiledChunks
-        chunks = made(
-            problem.rows(used), labels, packed, plan, wanted, gemm, argmax, outer, padding
-        )  # fmt: skip
+        chunks = made(problem.rows(used), labels, packed, plan, gemm, argmax, outer, padding)
         for first in range(0, n, C):
             some = slice(first, min(first + C, n))
             h = hidden[some] if isinstance(used, slice) else hidden[used[some]]  # (C, H)
@@ -142,7 +140,6 @@ class _Chunks(Head):
         labels: Tensor,  # (n,) of those rows
         packed: Rows,
         plan: Plan,
-        wanted: Outputs,
         gemm: archs.Blocks | None,
         argmax: Tensor | None,  # (N,) int64 to fill at `packed.rows`
         outer: float,  # a factor of the gradients
@@ -169,7 +166,7 @@ class _Chunks(Head):
         self.blocks = -(-most // self.block)
         processors = archs.processors(device)
         self.tile = self.arch.tile_shape(C, most, H, self.block, processors)
-        self.rows_of_hidden = self._rows_of_hidden(C, H, processors)
+        self.rows_of_hidden = self.arch.rows_of_hidden(C, H, processors)
         self.scaled, self.d_hidden = map(made.get, ("scaled hidden states", "d_hidden of a chunk"))
         self.frequent = None
         if (total := made.get("rows of frequent labels")) is not None:
@@ -189,10 +186,6 @@ class _Chunks(Head):
             at_0, at_1 = (slopes(problem, self.y, x) for x in (zero, zero + 1))
             by = at_0.nll, at_0.lse, at_1.lse - at_0.lse  # nll, lse, and of the latter by lse
             self.loss_slopes = torch.stack([zero + x for x in by]).float()  # (3, n)
-
-    def _rows_of_hidden(self, C: int, H: int, processors: int) -> int:
-        """Rows of d_hidden whose float32 products exist at a time."""
-        return self.arch.rows_of_hidden(C, H, processors)
 
     def add(
         self,
@@ -377,7 +370,6 @@ class _Chunks(Head):
             stride_slopes=0 if loss_slopes is None else loss_slopes.stride(0),
             scale=self.pointwise["scale"],
             softcap=self.pointwise["softcap"],
-            GRAD_SCALE=self.grad_scale,
             STORE_PROBS=self.store_probs,
             BLOCKS=power_of_2(self.blocks),
             BLOCK_V=self.block,
@@ -419,10 +411,6 @@ class _TiledChunks(_Chunks):
     Exponentials are multiplied by their row's factor before they are rounded, but in float16, whose
     range the factors may leave.
     """
-
-    def _rows_of_hidden(self, C: int, H: int, processors: int) -> int:
-        """The tiles' parts of d_hidden are added up elsewhere; what is left are small products."""
-        return min(C, 128)
 
     def add(self, h: Tensor, y: Tensor, first: int, grads: Gradients) -> None:
         """Compute the chunk's losses, and add its gradients to ``grads``, but for the labels'."""
