@@ -186,9 +186,9 @@ def audit(
     from .tools import audit as tool
 
     if target is not None:
-        as_json = click.get_current_context().params["as_json"]
+        output = sys.stderr if click.get_current_context().params["as_json"] else sys.stdout
         report, remedy = tool.audit(
-            target, arguments, module=module, model=model, steps=steps or 10, keep_stdout=as_json
+            target, arguments, module=module, model=model, steps=steps or 10, output=output
         )
         value = tool.value(report)
         text = tool.picture(report) + str(report) if picture else str(report)

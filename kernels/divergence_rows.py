@@ -262,11 +262,13 @@ def divergence_rows_kernel(
     low_1 = lse_1
     g_label = tl.zeros((), tl.float32)
     if HAS_CE:
-        own = z_label.to(tl.float64)
+        excluded = z_label <= -FAR  # its loss is infinite, and the others have all probability
+        own = tl.where(excluded, float("-inf"), z_label).to(tl.float64)
         nll, excess = label_loss(top_1, sum_1, own)
-        low_1 = low_part(own + nll)
-        lse_1 = (own + nll).to(tl.float32)
-        g_label = -(tl.exp(excess - nll)).to(tl.float32)  # p - 1
+        wide = tl.where(excluded, tl.log(sum_1) + top_1.to(tl.float64), own + nll)
+        low_1 = low_part(wide)
+        lse_1 = wide.to(tl.float32)
+        g_label = tl.where(excluded, -1.0, -tl.exp(excess - nll)).to(tl.float32)  # p - 1
 
     # Phase 2: the divergence and the mean of its logarithms, where the gradient needs them.
     divergence = tl.zeros((), tl.float64)

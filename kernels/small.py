@@ -213,7 +213,7 @@ def small_finish_kernel(
         if known & (first == c):  # the other rows of this label leave it to this program
             last = tl.max(tl.where(same, offs_n, -1), axis=0)
             total = tl.zeros((BLOCK_H,), dtype=tl.float32)
-            # (From a whole block on: where a row stands in its sum does not depend on the label.)
+            # (From a whole block on: a row's lane in its sum is its number % BLOCK_C.)
             for start in range(c // BLOCK_C * BLOCK_C, last + 1, BLOCK_C):
                 rows = start + tl.arange(0, BLOCK_C)
                 mine = rows < N

@@ -257,7 +257,8 @@ def softmax_rows_kernel(
             factor *= of_p
         tl.store(lse + c, log_sum.to(tl.float32))
 
-    # Phase 3: the row's results. (The label's entry is apart: it may cancel what is stored.)
+    # Phase 3: the row's results. The label's entry, far larger than the others, is not rounded with
+    # them to two bytes, but added in float32.
     if row_factors is not None:
         tl.store(row_factors + c, factor)
     tl.store(losses + c, token_loss(top, others, z).to(tl.float32))

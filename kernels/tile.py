@@ -191,14 +191,14 @@ def block_reference(m, z_label):
     number, so that a change of reference is exact: the label's logit rounded down, the same for all
     blocks of a row; if that is NaN or -inf, or more than 30 below, the maximum rounded up.
     """
-    # Up, so that no exponential exceeds 1. 2^30 leaves room in float32 for a token's weight of 1e20
-    # beside it, and for one of 1e-20 (at 2^60 that lost 3% of a row).
     own = finite_max(m) * LOG2E
     if z_label is None:
         return own
     else:
-        own = tl.ceil(own)
+        own = tl.ceil(own)  # up, so that no exponential relative to it exceeds 1
         label = tl.floor(z_label * LOG2E)
+        # Relative to the label's they reach 2^31. Float32 then has room for a token's weight of
+        # 1e20 beside them, and for one of 1e-20 (at 2^60 that lost 3% of a row).
         return tl.where(own - label <= 30.0, label, own)
 
 

@@ -141,7 +141,7 @@ def finish_sums(
     ticket = tl.atomic_add(tickets + 1 + block, 1, sem="acq_rel", scope="gpu")
     if ticket != splits - 1:
         return
-    tl.debug_barrier()  # no thread reads what others have stored before that one has the ticket
+    tl.debug_barrier()  # no thread loads the other splits' sums before the last ticket is drawn
     m = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
     for i in range(0, splits):
         at = i * stride_split + offs_n
@@ -157,8 +157,8 @@ def finish_sums(
     z = tl.load(z_label + offs_n, mask=mask_n, other=0.0, cache_modifier=".cg")
     loss = token_loss(m_safe, s, z)
     if lse is not None:
-        # The loss is the log-sum-exp less the label's logit. Beside +inf, or -inf alone, it is NaN,
-        # and of a sum and a logit the larger one is read only for which of inf, -inf and NaN it is.
+        # The log-sum-exp is the loss and the label's logit. Where the loss is NaN, it may be inf or
+        # -inf: `infinite` has no other use than to tell these from NaN.
         infinite = tl.maximum(s, z, propagate_nan=tl.PropagateNan.ALL)
         infinite = tl.where(s == 0.0, z, infinite)
         total = tl.where(loss == loss, (z + loss).to(tl.float32), infinite)

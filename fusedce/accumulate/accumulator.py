@@ -447,7 +447,7 @@ class LossAccumulator:
             "grad_reduction": self._grad_reduction,
             "on_empty": self._on_empty,
             "backward_divisor": self._engine.divisor(),
-            "losses": str(self._weights),  # (the message about a difference counts equal values)
+            "losses": str(self._weights),  # (as text: what differs is counted by a Counter)
         }
 
     def _decide_step(self, sums: list[float]) -> None:

@@ -103,7 +103,7 @@ class Exchange:
         settings: Mapping[str, object],  # must be equal on all ranks
         micro: int = 0,  # declared micro-batches plus one; 0 on ranks without losses
     ) -> Pending:
-        """Send a row to all ranks; none waits until the host reads what came."""
+        """Start one all-gather. The first one makes a group for it, and waits for all ranks."""
         group = self.ranks.group()
         at = _CPU if group is None else agreement.device_for(group, _CPU)
         # As bits in int64: one collective carries numbers, settings and words, and every rank adds

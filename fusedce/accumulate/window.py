@@ -231,7 +231,7 @@ class Window:
         with_gradient = [(m, g) for m in self.done if (g := m.upstream_grad) is not None]
         values = read(g.double() for _, g in with_gradient)
         scale = 1.0 if self._loss_scale is None else float(self._loss_scale)
-        of_all: set[int] | None = None  # numbers of the engine's factors
+        of_all: set[int] | None = None  # indices of `expected_factors` that fit every loss
         for x, (record, _) in zip(values, with_gradient, strict=True):
             factors = [x / f for f in record.expected_factors]
             if any(map(math.isnan, factors)):  # as the gradients are: a GradScaler skips the step
@@ -240,8 +240,12 @@ class Window:
             of_all = found if of_all is None else of_all & found
             if not of_all:
                 odd = ", other losses of this window by another" if found else ""
-                if scale != 1:
-                    odd += f", and the GradScaler of grad_scaler= multiplies by {scale:g}"
+                if scale != 1 and any(_near(f, 1.0) for f in factors):
+                    raise RuntimeError(
+                        f"the loss was multiplied by 1 after scale(), and the GradScaler of "
+                        f"grad_scaler= multiplies by {scale:g}: pass it through the scaler's scale "
+                        f"before backward, or call acc.backward(out)"
+                    )
                 raise RuntimeError(
                     f"the loss was multiplied by {factors[0]:g} after scale(){odd}: the window has "
                     f"divided it by all of its tokens already, so leave other divisions out (by "
@@ -281,7 +285,7 @@ class Ticket(torch.autograd.Function):
 
 
 def _near(x: float, y: float) -> bool:
-    return abs(x / y - 1) <= 1e-4  # 1/3 in float32 is not 1/3
+    return x == y or abs(x - y) <= 1e-4 * abs(y)  # 1/3 in float32 is not 1/3
 
 
 class WindowBlock:

@@ -102,7 +102,7 @@ def slopes(
     y: Tensor,  # (n,) labels, in range
     lse: Tensor,  # (n,)
 ) -> Slopes:
-    """Derivatives of :func:`token_losses` by nll, lse and zmean; linear in lse, as kernels ask."""
+    """The :class:`Slopes` of :func:`token_losses`: of the form ``a + b * lse``, as kernels ask."""
     c, w, smoothing = problem.class_weight, problem.token_weight, problem.label_smoothing
     by_nll = 1.0 if c is None else c.to(lse)[y]
     by_lse = 2 * problem.z_loss * lse if problem.z_loss else 0.0

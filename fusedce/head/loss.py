@@ -115,7 +115,7 @@ class CrossEntropy:
         if now:
             self.ready = found
             for call in self.expr.steps:
-                call.head.waiting[id(self)] = self  # (a WeakSet is not safe between threads)
+                call.head.waiting[id(self)] = self
         return True
 
     def _is_better_later(self) -> bool:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import fusedce
 
@@ -119,7 +117,7 @@ class _Watch:
 
 def audit(
     target: str, arguments: Sequence[str], *, module: bool, model: str | None, steps: int,
-    keep_stdout: bool,
+    output: TextIO,
 ) -> tuple[Audit, str | None]:  # fmt: skip
     """Run a script, or a module, and audit its model for so many optimizer steps.
 
@@ -129,7 +127,7 @@ def audit(
         target, arguments, module: as for ``python``, and whether ``-m`` was given.
         model: class of the model; ``None``: the first that is called with gradients.
         steps: the script ends after so many.
-        keep_stdout: leave standard output to the caller: the script prints to standard error.
+        output: where the script prints.
 
     Returns:
         The report, and what to write where the loop is wrong and is no trainer's.
@@ -142,7 +140,7 @@ def audit(
     watch = _Watch(model, steps)
     script.AfterImport(watch.changes())
     try:
-        with _stdout_to_stderr() if keep_stdout else contextlib.nullcontext():
+        with contextlib.redirect_stdout(output):
             script.execute(target, arguments, module=module)
     except _Enough:
         pass
@@ -160,20 +158,6 @@ def audit(
         wanted = "model" if model is None else f"model of a class {model}"
         raise UserError(f"no {wanted} was called with gradients{called}")
     return watch.report, watch.loop.remedy() if watch.report.weighs_right() is False else None
-
-
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Send standard output to standard error, also of libraries in C and of child processes."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def value(report: Audit) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def test_every_field_survives_an_operator(divergence, shard):
             assert_same(record, same)
 
 
-def test_slopes_are_the_losses_derivatives_and_linear_in_the_log_sum_exp():
+def test_slopes_are_the_losses_derivatives_and_affine_in_the_log_sum_exp():
     """Triton's kernels are given two values of them, before they know a log-sum-exp."""
     problem = flattened(check_problem(own_problem("memory_budget", "chunk_tokens", "backend")))
     rng = torch.Generator().manual_seed(0)

@@ -182,7 +182,7 @@ class _Chunks(Head):
             self.y = labels.long().clamp(0, V - 1)
             zero = torch.zeros(n, dtype=torch.float64, device=device)
             self.lse = torch.empty_like(self.losses)
-            # The kernel finds the lse. Slopes are linear in it, so that two values tell them.
+            # The kernel finds the lse. Slopes are `a + b * lse`, so that two values tell them.
             at_0, at_1 = (slopes(problem, self.y, x) for x in (zero, zero + 1))
             by = at_0.nll, at_0.lse, at_1.lse - at_0.lse  # nll, lse, and of the latter by lse
             self.loss_slopes = torch.stack([zero + x for x in by]).float()  # (3, n)
@@ -462,7 +462,7 @@ class _TiledChunks(_Chunks):
         stats = token_stats(problem, Outputs(lse=True), best, every_row=self.padding is None)
         nll, lse = stats.nll.double(), stats.lse
         head = Projection.of(problem)
-        of_cap = head.slope(lse - nll)  # at the label's logit, which is in no `Stats`
+        of_cap = head.slope(lse - nll)  # at the label's logit: `Stats` does not have it itself
         slope = head.scale if of_cap is None else head.scale * of_cap
         a: Tensor | float = 1.0
         b: Tensor | float = 0.0
