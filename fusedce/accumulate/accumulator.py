@@ -447,7 +447,7 @@ class LossAccumulator:
             "grad_reduction": self._grad_reduction,
             "on_empty": self._on_empty,
             "backward_divisor": self._engine.divisor(),
-            "losses": str(self._weights),  # (as text: what differs is counted by a Counter)
+            "losses": str(self._weights),  # (as text, which a Counter of what differs can count)
         }
 
     def _decide_step(self, sums: list[float]) -> None:

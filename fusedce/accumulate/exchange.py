@@ -28,8 +28,8 @@ from ..contract.results import MONITORS
 WINDOW, FINISH = "open a window", "finish a window"
 CLOSE, METER = "leave a window", "compute a LossMeter"
 SUMS = ("loss_sum", "n_valid", *(x for name in MONITORS for x in (name, f"{name} of")))
-# Of a step. A row has room for the sums of so many, since ranks that name different losses must
-# meet in one all-gather to hear of it.
+# A step may have so many losses. Each row has room for the sums of all of them: ranks that name
+# different losses must meet in one all-gather to hear of it.
 MOST_LOSSES = 8
 _NUMBERS = MOST_LOSSES * len(SUMS)
 LENGTH = agreement.TEXT + _NUMBERS + 1

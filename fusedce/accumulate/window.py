@@ -276,7 +276,7 @@ class Ticket(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, leaf: Tensor, window: Window, record: Record) -> Tensor:
         ctx.window, ctx.record = window, record
-        return loss.clone()  # (an input that is returned would be a view of itself)
+        return loss.clone()  # (torch would return an input as a view of it)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -28,8 +28,8 @@ def check_problem(problem: Problem, *, several: bool = False) -> Problem:
     """
     check_tensor_types(problem)
     problem = autocast(problem)
-    one = several and has_several_labels(problem)
-    check_tensors(problem.replace(labels=problem.labels[..., 0]) if one else problem)
+    several = several and has_several_labels(problem)
+    check_tensors(problem.replace(labels=problem.labels[..., 0]) if several else problem)
     check_options(problem)
     return problem
 

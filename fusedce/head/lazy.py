@@ -58,7 +58,7 @@ _TRUSTED = ("aten", "prim", "prims", NAMESPACE)  # their schemas name all that i
 
 @functools.cache
 def op_schema(func: Any) -> OpSchema:
-    """What an operator writes; one of an unknown library may write all its arguments."""
+    """Read what an operator writes: one of an unknown library may write all of its arguments."""
     arguments, returns = func._schema.arguments, func._schema.returns
     # `set_` makes its first argument share the memory of the second, which its schema does not say.
     pure = func.namespace in _TRUSTED and func.overloadpacket is not aten.set_
@@ -95,7 +95,7 @@ class Uncompiled(torch.Tensor):
             with NO_TORCH_FUNCTION():
                 return func(*args, **(kwargs or {}))
         before = caller.set(SUBCLASS)
-        try:  # (not NotImplemented: torch would ask it with our types, which it may refuse)
+        try:  # (after NotImplemented torch would ask it with our types, too, which it may refuse)
             return others[0].__torch_function__(func, others, args, kwargs or {})
         finally:
             caller.reset(before)

@@ -49,8 +49,9 @@ class Head:
         report: counts of losses and logits.
         cross_entropy: the loss of its lazy logits: ``F.cross_entropy``, then that one's arguments.
         memory_budget: bytes that the loss may hold, or ``None``.
-        waiting: losses of this head whose gradients may wait for backward; no copy has them. (Its
-            `valuerefs` is a list, where another thread may add to a WeakSet that is read.)
+        waiting: losses of this head whose gradients may wait for backward; no copy has them. A
+            WeakSet would not do: another thread may add to it while it is read, where `valuerefs`
+            is a list.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, fused: CrossEntropy, dtype: torch.dtype) -> Tensor:
-        """Return the loss, in the dtype that torch's own would have."""
+        """Return the loss that ``fused`` has computed, in ``dtype``."""
         ctx.set_materialize_grads(False)
         ctx.logits, ctx.fused, ctx.node = logits, fused, node_number(logits)
         return fused.loss.detach().to(dtype)

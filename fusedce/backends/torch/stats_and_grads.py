@@ -295,8 +295,8 @@ def _gradient(problem: Problem, head: Projection, block: _Block, z: Tensor, begi
     if slope is not None:
         g.mul_(slope)
     if by.classes is not None and by.at_classes is not None:
-        inside = by.classes.clamp(begin, begin + len(g) - 1)
-        at, entries = inside - begin, by.at_classes.masked_fill(inside != by.classes, 0)
+        clamped = by.classes.clamp(begin, begin + len(g) - 1)
+        at, entries = clamped - begin, by.at_classes.masked_fill(clamped != by.classes, 0)
         # A class may stand twice in a token's labels. Elsewhere than on a CPU one operation would
         # add the two in any order.
         step = len(at) if on_cpu(g) else 1

@@ -121,7 +121,7 @@ _HOPPER = Blocks(128, 256, 64, 8, 3, DESCRIPTOR=True)
 _HOPPER_SMALL = Blocks(128, 128, 64, 8, 4, DESCRIPTOR=True)
 _HOPPER_NARROW = _HOPPER_SMALL._replace(BLOCK_V=64)
 _SMALL = Blocks(64, 64, 64, 4, 2)
-_SMALL_WIDE = _SMALL._replace(num_warps=8)
+_SMALL_8_WARPS = _SMALL._replace(num_warps=8)
 _SMALL_FP32 = Blocks(64, 64, 32, 4, 2)
 # Small blocks, so that small test shapes have several, of odd sizes.
 _TINY = Blocks(32, 64, 32, 4, 1, GROUP_N=2, MAX_SPLITS=5)
@@ -203,7 +203,7 @@ ARCHITECTURES = (
         name="sm_120",
         # With 4 warps, statistics of two bytes spill up to 32 bytes, tokens' float32 gradients 8.
         two_bytes=_ADA_TWO._replace(
-            stats=_SMALL_WIDE, stats_with_options=_SMALL_WIDE, gemm_up_to=EVERY_H
+            stats=_SMALL_8_WARPS, stats_with_options=_SMALL_8_WARPS, gemm_up_to=EVERY_H
         ),
         token_warps=8,
         generations=((12, 0), (12, 1)),
