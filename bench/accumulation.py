@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lib.results import FOLDER, caption, device_name, source, versions, write
+from lib.results import FOLDER, caption, device_name, stamp, versions, write
 from lib.tables import markdown, put
 from torch import Tensor, nn
 
@@ -234,7 +234,7 @@ def smollm() -> dict[str, Any]:
         "lengths": sorted(len(x) for x in samples),
         "seconds": time.perf_counter() - begin,
         "runs": {name: compare(run, runs["8x1"], before) for name, run in runs.items()},
-    }
+    } | stamp()
 
 
 def smollm_table(data: dict[str, Any]) -> str:
@@ -273,9 +273,8 @@ def grid(seed: int = 0) -> None:
         "sequences_per_step": demo.SEQUENCES,
         "model": MODEL,
         "learning_rate": LEARNING_RATE,
-        "source": source(),
         "regimes": found,
-    }
+    } | stamp()
     write(FOLDER / "accumulation-cpu.json", data)
 
 

@@ -23,7 +23,6 @@ tile's product below 0.9 of the rate at 8192 cubed means that tiles must be larg
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import json
 import os
@@ -45,7 +44,7 @@ import torch.nn.functional as F
 from lib import engine
 from lib.losses import DIVERGENCES, FLOOR, LOSSES, OPTIONS, bare_gemms
 from lib.problems import Spec, errors, make_inputs, tiny
-from lib.results import FOLDER, ROOT, commit, device_name, of_commit, source, versions, write
+from lib.results import FOLDER, ROOT, device_name, of_commit, stamp, versions, write
 from lib.tables import markdown, put
 from torch import Tensor
 
@@ -400,7 +399,7 @@ def run_suite(suite: str) -> None:
     """Measure the problems that the file lacks, and write each as it is known."""
     for shape, calls, work in SUITES[suite][0]():
         data = load()
-        mine = {"suite": suite, "shape": list(shape), "source": source(), "commit": commit()}
+        mine = {"suite": suite, "shape": list(shape)} | stamp()
         if any(row | mine == row for row in data["rows"]):
             print(f"  {suite} {shape}: measured already", flush=True)
             continue
@@ -413,7 +412,6 @@ def run_suite(suite: str) -> None:
             lines.append(mine | {"name": name, **row})
             over = f"{row['ms'] / floor:.3f} of the products" if floor and "ms" in row else ""
             print(f"  {suite} {shape} {name}: {row} {over}", flush=True)
-        mine["date"] = datetime.date.today().isoformat()
         own: dict[str, Any] = {}
         if suite in ("training", "small", "torch"):
             own["profile"] = profile(calls["torch" if suite == "torch" else "fused_ce"])
@@ -456,10 +454,7 @@ def tests() -> bool:
     )  # fmt: skip
     last = said.strip().splitlines()[-40:]
     print("\n".join(line for line in last if not line.startswith("SKIPPED")), flush=True)
-    today = datetime.date.today().isoformat()
-    found = {"said": last[-1] if last else "", "source": source(), "commit": commit()}
-    found["date"] = today
-    write(OUT, load() | {"tests": found})
+    write(OUT, load() | {"tests": {"said": last[-1] if last else ""} | stamp()})
     return well
 
 

@@ -19,7 +19,7 @@ import torch
 import transformers
 from lib.engine import measure
 from lib.peaks import peak_extra_bytes
-from lib.results import FOLDER, versions, write
+from lib.results import FOLDER, caption, device_name, stamp, versions, write
 from lib.tables import markdown, mebibytes, milliseconds, put
 
 import fusedce
@@ -86,11 +86,13 @@ def main() -> None:
             peak = peak_extra_bytes("head:make_step", kwargs)
             row = {"step": mode, "head": name, "seconds": sorted(found["seconds"])}
             rows.append(row | {"extra_peak_bytes": peak})
-    print(table(rows))
+    data = {"shape": SHAPE, "device": device_name("cpu"), "dtype": "float32", "rows": rows}
+    data |= {"versions": versions()} | stamp()
+    write(FOLDER / "head-cpu.json", data)
+    text = f"{table(rows)}\n\n{caption(data)}"
+    print(text)
     if args.readme:
-        put(args.readme, "head cpu", table(rows))
-    data = {"shape": SHAPE, "device": "cpu", "dtype": "float32", "rows": rows}
-    write(FOLDER / "head-cpu.json", data | {"versions": versions()})
+        put(args.readme, "head cpu", text)
 
 
 if __name__ == "__main__":

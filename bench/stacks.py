@@ -18,7 +18,6 @@ newer torch than the others.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import importlib.util
 import json
@@ -35,7 +34,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from lib import pictures
-from lib.results import FOLDER, ROOT, write
+from lib.results import FOLDER, ROOT, stamp, write
 from lib.tables import markdown, put
 from torch import Tensor
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -360,10 +359,11 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def packages() -> str:
-    """Versions of what the rows of this run depend on, and the date."""
+    """Versions of what the rows of this run depend on, the date and the commit."""
     named = ("torch", "transformers", "accelerate", "trl", "torchtitan")
     known = [f"{name} {version(name)}" for name in named if importlib.util.find_spec(name)]
-    return f"{', '.join(known)}; {datetime.date.today().isoformat()}"
+    now = stamp()
+    return f"{', '.join(known)}; {now['date']}, commit {now['commit']}"
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 import transformers
 from lib import small_models
-from lib.results import FOLDER, ROOT, write
+from lib.results import FOLDER, ROOT, stamp, write
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -111,7 +111,7 @@ def main() -> int:
     )
     print(f"classes, built and run, right, fused: {by_family}\n{summary}")
     if args.out or not args.model_types:
-        data = {"transformers": transformers.__version__, "summary": summary}
+        data = {"transformers": transformers.__version__, "summary": summary} | stamp()
         write(args.out or FOLDER / "heads.json", data | {"families": by_family, "rows": rows})
     return len(right) != len(built)
 

@@ -13,7 +13,7 @@ import sys
 import stacks
 import torch
 from lib import pictures
-from lib.results import FOLDER, ROOT, versions, write
+from lib.results import FOLDER, ROOT, stamp, versions, write
 
 import fusedce
 
@@ -43,7 +43,7 @@ def main() -> int:
         name: weights(name == "LossAccumulator") for name in ("mean of means", "LossAccumulator")
     }
     kept = {name: v for name, v in versions().items() if name in ("torch", "transformers")}
-    write(FOLDER / "weights.json", {"weights": found, "versions": kept})
+    write(FOLDER / "weights.json", {"weights": found, "versions": kept} | stamp())
     print(f"written: {pictures.weights(found, ROOT / 'docs' / 'weights.png')}")
     return 0
 

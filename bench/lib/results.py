@@ -56,6 +56,12 @@ def commit() -> str:
         return "unknown"
 
 
+def stamp() -> dict[str, str]:
+    """What results say of the code that they measured, and of the day."""
+    today = datetime.date.today().isoformat()
+    return {"date": today, "source": source(), "commit": commit()}
+
+
 def changed_since(of: str) -> int | None:
     """Files of kernels and launchers that differ from a commit; ``None`` if git lacks it.
 
@@ -113,9 +119,10 @@ def instruction_sets() -> list[str]:
 def caption(data: dict[str, Any]) -> str:
     """One line with the device, versions and dates of the numbers."""
     known = [f"{k} {v}" for k, v in data["versions"].items() if v != "not installed"]
-    dates = sorted({row["date"] for row in data.get("rows", ()) if "date" in row})
+    stamped = [data, *data.get("rows", ())]
+    dates = sorted({part["date"] for part in stamped if "date" in part})
     when = [" to ".join(dict.fromkeys((dates[0], dates[-1])))] if dates else []
-    of = {row["commit"] for row in data.get("rows", ()) if "commit" in row}
+    of = {part["commit"] for part in stamped if "commit" in part}
     return "; ".join([data["device"], ", ".join(known), *when, *map(of_commit, sorted(of))])
 
 
@@ -146,8 +153,7 @@ class Results:
 
     def __init__(self, path: Path, device: str) -> None:
         self.path = path
-        today = datetime.date.today().isoformat()
-        self.stamp = {"date": today, "source": source(), "commit": commit()}
+        self.stamp = stamp()
         self.data = {"device": device_name(device), "versions": versions(), "rows": []}
         if path.exists():
             old = json.loads(path.read_text())
