@@ -157,6 +157,16 @@ def test_a_table_is_that_of_the_data(script, data, page, mark):
     assert f"<!-- {mark} -->\n{made}\n" in TEXTS[page]
 
 
+def test_what_was_measured_names_its_commit():
+    for path in RESULTS.glob("*.json"):
+        data = json.loads(path.read_text())
+        if "commit" in data or path.name in ("memory.json", "fuzz.json"):  # counted; a list of runs
+            continue
+        parts = data["packages"].values() if "packages" in data else data["rows"]
+        assert parts, path.name
+        assert all("commit" in part for part in parts), path.name
+
+
 # A bound of accuracy.md in words of a test.
 ELSEWHERE = {"3e-2"}
 
