@@ -20,7 +20,7 @@ from typing import Any
 
 from lib.engine import median
 from lib.losses import FLOOR
-from lib.results import Row, caption, problem
+from lib.results import Row, caption, of_commit, problem
 from lib.tables import markdown, marked, mebibytes, milliseconds, put
 
 
@@ -150,7 +150,7 @@ def main() -> int:
         where = caption(data)
         tables = {s: table(s, rows) for s in dict.fromkeys(r["suite"] for r in rows)}
         if args.readme:
-            write_tables(args.readme, tag, rows, where)
+            write_tables(args.readme, tag, rows, caption(data, of_commit))
         else:
             print(f"{where}\n" + "".join(f"\n## {s}\n\n{body}\n" for s, body in tables.items()))
         if args.plots:

@@ -11,7 +11,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +116,14 @@ def instruction_sets() -> list[str]:
     return found
 
 
-def caption(data: dict[str, Any]) -> str:
-    """One line with the device, versions and dates of the numbers."""
+def caption(data: dict[str, Any], of: Callable[[str], str] = "commit {}".format) -> str:
+    """One line with the device, versions and dates of the numbers; ``of`` words a commit."""
     known = [f"{k} {v}" for k, v in data["versions"].items() if v != "not installed"]
     stamped = [data, *data.get("rows", ())]
     dates = sorted({part["date"] for part in stamped if "date" in part})
     when = [" to ".join(dict.fromkeys((dates[0], dates[-1])))] if dates else []
-    of = {part["commit"] for part in stamped if "commit" in part}
-    return "; ".join([data["device"], ", ".join(known), *when, *map(of_commit, sorted(of))])
+    commits = {part["commit"] for part in stamped if "commit" in part}
+    return "; ".join([data["device"], ", ".join(known), *when, *map(of, sorted(commits))])
 
 
 def of_commit(of: str) -> str:

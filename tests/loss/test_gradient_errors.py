@@ -1,6 +1,7 @@
 """Gradients in bfloat16 err at most as much as eager code with float32 logits does.
 
-``PYTHONPATH=tests python tests/loss/test_gradient_errors.py`` writes the table of docs/accuracy.md.
+``PYTHONPATH=tests:bench python tests/loss/test_gradient_errors.py`` writes the table of
+docs/accuracy.md.
 """
 
 import math
@@ -318,6 +319,7 @@ def table():
 
 
 def write():
+    from lib.results import stamp
     from support.interpreter import as_on_hardware
 
     page = Path(__file__).resolve().parents[2] / "docs" / "accuracy.md"
@@ -330,6 +332,7 @@ def write():
     for name, x in found.items():
         cells = [f"{a:.2f}, {b:.2f}" for a, b in zip(x[::2], x[1::2], strict=True)]
         rows.append(f"| {name} | {' | '.join(cells)} |")
+    rows += ["", "{date}, commit {commit}".format(**stamp())]
     head, rest = page.read_text().split(begin)
     page.write_text(f"{head}{begin}" + "\n".join(rows) + "\n" + end + rest.split(end, 1)[1])
 

@@ -5,7 +5,6 @@ python tests/loss/test_numerics.py          # writes the tables of docs/accuracy
 
 from __future__ import annotations
 
-import datetime
 import math
 import os
 import re
@@ -326,6 +325,7 @@ def main() -> None:
         again = [sys.executable, *sys.argv]
         os.execve(sys.executable, again, os.environ | {"TRITON_INTERPRET": "1"})
     import triton
+    from lib.results import device_name, stamp
     from support.interpreter import as_on_hardware
 
     torch.set_num_threads(1)
@@ -335,13 +335,12 @@ def main() -> None:
             for dtype in SHOWN:
                 text += f"#### {backend}, {str(dtype).removeprefix('torch.')}\n\n"
                 text += f"N={N}, H={H}, V={V}.\n\n{table(backend, dtype)}\n\n"
-    cpu = f"CPU with {torch.backends.cpu.get_cpu_capability()}, one thread"
     versions = f"torch {torch.__version__}, triton {triton.__version__}, interpreted"
-    text += f"{cpu}; {versions}; {datetime.date.today()}\n"
+    text += "{}; {}; {date}, commit {commit}\n".format(device_name("cpu"), versions, **stamp())
     head, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(f"{head}{BEGIN}\n{text}{END}{rest.split(END, 1)[1]}")
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path[:0] = [str(PAGE.parents[1] / folder) for folder in ("tests", "bench")]
     main()
