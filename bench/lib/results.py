@@ -57,7 +57,7 @@ def commit() -> str:
 
 
 def stamp() -> dict[str, str]:
-    """What results say of the code that they measured, and of the day."""
+    """Name the code that results measure, and the day."""
     today = datetime.date.today().isoformat()
     return {"date": today, "source": source(), "commit": commit()}
 
