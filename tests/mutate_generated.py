@@ -31,7 +31,7 @@ FOLDERS = {
     "contract": "contract loss autograd backends",
     "autograd": "autograd loss backends",
     "backends": "backends loss autograd kernels",
-    "ranks": "loss head",
+    "ranks": "loss contract head",
     "accumulate": "accumulate test_faults_between_ranks.py",
     "head": "head trainer",
 }

@@ -183,6 +183,9 @@ def test_where_labels_come_from():
     assert (found.argmax[0, :3] == -1).all()
     assert (found.argmax[0, 3:-1] >= 0).all()
     assert (found.argmax[:, -1] == -1).all()
+    causal = torch.ones(9, 9, dtype=torch.bool).tril().expand(2, 1, 9, 9)  # says of no padding
+    whole = model_logprobs(model, {"input_ids": ids, "attention_mask": causal})
+    assert (whole.argmax[:, :-1] >= 0).all()
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(2, -1)
     packed = model_logprobs(model, {"input_ids": ids, "position_ids": positions})
     assert (packed.argmax[:, [3, 8]] == -1).all()
