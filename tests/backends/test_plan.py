@@ -144,6 +144,13 @@ def test_rows_of_tiles_are_equal(C, V, H):
     assert rows * T <= plan.tile_products(H)
 
 
+@given(st.integers(1, 40_000), st.integers(1, 300_000), st.integers(1, 16384))
+def test_rows_of_hidden_gradients_fit_their_buffer(C, V, H):
+    way = plan.chunked(LLAMA._replace(n=C, N=C, V=V, H=H), C, V)
+    (elements,) = way.buffers["tile of products"].shape
+    assert archs.BY_NAME["sm_90"].rows_of_hidden(C, H) * H <= elements
+
+
 def test_less_memory_takes_the_next_way():
     """bf16 at (8192, 4096, 128256): all logits are 2 GiB, the accumulator as much again."""
 
