@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from support import ranks
 from support.bounds import EXACT
+from torch.overrides import TorchFunctionMode
 
 import fusedce
 
@@ -67,6 +68,32 @@ def test_autocast_and_the_argmax():
     torch.testing.assert_close(found, expected, **EXACT)
     best = fusedce.fused_argmax(hidden, weight)
     assert best.equal((hidden.double() @ weight.double().T).argmax(-1))
+
+
+class Products(TorchFunctionMode):
+    """Notes at each product whether autocast is on, which casts more operations on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.cast = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.mm, torch.addmm):
+            self.cast.append(torch.is_autocast_enabled("cpu"))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("fused_ce", "torch"), ("fused_ce", "triton"), ("fused_logprobs", "torch")],
+)
+def test_autocast_is_off_where_a_loss_computes(name, backend):
+    hidden, weight, _ = inputs(torch.float32, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16), Products() as seen:
+        out = getattr(fusedce, name)(hidden, weight, LABELS, backend=backend)
+        out[0].sum().backward()
+    assert seen.cast
+    assert not any(seen.cast)
 
 
 def test_one_float64_makes_all_float64():

@@ -21,6 +21,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from packaging.version import Version
 
 from ptx.decode import Kernel, decode
 from ptx.global_memory import GlobalMemory
@@ -46,8 +47,8 @@ class Device:
 
         self.target = GPUTarget("cuda", arch, 32)
         self.timing, self.order = "late", 0
-        # Triton before 3.7 puts no fence between cp.async and wgmma.
-        self.fences = tuple(map(int, version("triton").split(".")[:2])) >= (3, 7)
+        # Triton before 3.7.1 puts no fence between cp.async and wgmma.
+        self.fences = Version(version("triton")) >= Version("3.7.1")
         self.launches: list[Launch] = []
         self.texts: dict[str, str] = {}  # by kernel: the PTX that was run last
         self.edit: Any = None  # (kernel, PTX) -> PTX to run instead
