@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from fusedce.backends import plan
 from fusedce.backends.gradients import Gradients, input_dtypes
 from fusedce.backends.plan import CHUNKS, FEW_CHUNKS, ONE_CHUNK, TILES, MiB, Sizes
+from fusedce.backends.shards import sharded_sizes
 from fusedce.backends.triton import archs
-from fusedce.contract.problem import Outputs, Problem
+from fusedce.contract.problem import Outputs, Problem, Shard
 
 LLAMA = Sizes(8192, 8192, 128256, 4096, element=2, logit=2)
 SMOLLM = Sizes(4096, 4096, 49152, 576, element=2, logit=4, on_cpu=True, triton=False)
@@ -192,6 +193,15 @@ def test_what_a_way_holds_fits_the_budget_and_more_is_never_slower(call, more):
     assert plan.STRATEGIES.index(richer.name) <= plan.STRATEGIES.index(way.name)
     if richer.name == way.name == CHUNKS:
         assert richer.tokens >= way.tokens or richer.tokens >= plan.chunk_size(call)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_shard_counts_the_gradient_of_hidden_states_that_another_rank_may_want(wanted):
+    hidden = torch.empty(3, 4, requires_grad=wanted)
+    problem = Problem(hidden, torch.empty(7, 4), torch.zeros(3, dtype=torch.long))
+    call = sharded_sizes(problem, Shard("", first=0, V=14, largest=7), 3)
+    assert call.hidden
+    assert call.weight
 
 
 @given(calls)
