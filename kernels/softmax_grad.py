@@ -43,6 +43,7 @@ from .tile import (
     finite_max,
     label_logits,
     logits_slope,
+    place_of_largest,
     token_loss,
 )
 
@@ -138,7 +139,7 @@ def exp_tile_kernel(
     tl.store(maxima + at_block, m)
     tl.store(sums + at_block, tl.sum(e, axis=0))
     if best is not None:
-        tl.store(best + at_block, begin + start + tl.argmax(z, axis=0))
+        tl.store(best + at_block, begin + start + place_of_largest(z, 0))
     g = e * slope
     if factors is not None:
         g *= tl.load(factors + c)
@@ -263,9 +264,7 @@ def softmax_rows_kernel(
         tl.store(row_factors + c, factor)
     tl.store(losses + c, token_loss(top, others, z).to(tl.float32))
     if best is not None:
-        # (Of NaN it may be beyond the blocks.)
-        block = tl.minimum(tl.argmax(m, axis=0), tl.cdiv(V, BLOCK_V) - 1)
-        index = tl.load(best + block * stride_row + c)
+        index = tl.load(best + place_of_largest(m, 0) * stride_row + c)
         index = tl.where(z > m_others, label, index)
         tl.store(argmax + tl.load(rows + first + c), index.to(tl.int64))
     tl.store(label_grads + c, g_label)

@@ -75,6 +75,15 @@ def logits_tile(
 
 
 @triton.jit
+def place_of_largest(x, axis: tl.constexpr):
+    """Where along an axis the largest number stands, the first of equals; NaN counts as -inf.
+
+    Of a row of NaN Triton's own argmax gives each thread a place of its own, past the last one too.
+    """
+    return tl.argmax(tl.where(x == x, x, float("-inf")), axis=axis)
+
+
+@triton.jit
 def others_of_tile(z, label, start_v, V, BLOCK_V: tl.constexpr):
     """A tile of logits with -inf at the labels and past V.
 

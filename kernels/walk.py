@@ -38,6 +38,7 @@ from .tile import (
     logits_slope,
     logits_tile,
     others_of_tile,
+    place_of_largest,
     program_of_grid,
     token_loss,
 )
@@ -76,6 +77,7 @@ def add_statistics(z, m, others, moment, index, start_v, moments, best):
     """Update the maximum, ``others``, ``moment`` and the maximum's index by a tile."""
     m_tile = tl.max(z, axis=1)
     if best is not None:
+        # A tile of NaN is never larger, so its place is not taken.
         index = tl.where(m_tile > m, start_v + tl.argmax(z, axis=1), index)
     m_new = tl.maximum(m, m_tile)
     m_safe = finite_max(m_new)
@@ -116,7 +118,7 @@ def store_exponentials(
     tl.store(maxima + at, m_tile, mask=mask_n)
     tl.store(sums + at, tl.sum(e, axis=1), mask=mask_n)
     if best is not None:
-        tl.store(best + at, start_v + tl.argmax(z, axis=1), mask=mask_n)
+        tl.store(best + at, start_v + place_of_largest(z, 1), mask=mask_n)
     g = e * slope
     if factors is not None:
         g *= tl.load(factors + row)[:, None]
